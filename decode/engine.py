@@ -14,8 +14,8 @@ from typing import Any, overload
 
 import torch
 
+from decode.costs import CostCurve
 from decode.loop import Batch
-from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.reading import Prefixes, Reading, Text
 from decode.request import Request, read_nodes, read_requests

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from decode.devices.transfer import Upload, list_numbers, waits
-from decode.models.grouped_attention import choosing_kernels
 from decode.proposer import Proposer, Step, Use, check_layers
 from decode.reading import Prefixes, Text
 from decode.request import Request
@@ -94,7 +93,7 @@ class Batch:
         """Propose, verify, accept and keep. Returns what that added to each answer."""
         seconds, requests = Seconds.begin(), self.requests
         step, upload = self._make_step(requests)
-        with seconds.measure("proposer"), choosing_kernels(self.target.device):
+        with seconds.measure("proposer"), self.target.backend.running():
             most = max(min(request.nodes, self.nodes) for request in requests)
             drafted = self._use.propose(step, most if max(step.room) > 1 else 1)
         with seconds.measure("target"):

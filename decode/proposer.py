@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.devices.transfer import Upload
-from decode.models.stock_model import StockModel
 from decode.requests.text import as_whole
 from decode.target import Target
 from decode.trees.sampling import Sampling
@@ -189,7 +188,7 @@ def check_proposer(proposer: Any) -> None:
         required = [each.name for each in signature(proposer).parameters.values() if each.default is each.empty]
         call = f"{proposer.__name__}({', '.join(required)})" if "propose" not in missing else LOAD_CALL
         raise TypeError(f"the proposer is the class {proposer.__name__}, not an instance; give {call}")
-    if isinstance(proposer, StockModel | PreTrainedModel):
+    if isinstance(proposer, Target | PreTrainedModel):
         raise TypeError('the proposer is a model; give load_proposer("draft", target, draft_model=...)')
     if len(missing) == 1:  # it is meant as a proposer
         name, member = type(proposer).__name__, missing[0]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from decode.models.stock_model import MAX_TREE_SLOTS
+from decode.models.facts import MAX_TREE_SLOTS
 from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs
 from decode.requests.detokenizer import decode
 from decode.requests.numbers import as_whole_numbers, read_count, read_whole

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from decode.cpu.packed_linear import BAD_WEIGHT, PackedLayer, find_bad_weight
 from decode.models.compatibility import ATTENDING, AttentionWindow, find_input_scales
 from decode.models.stock_model import StockModel, capture_features, find_decoder
 from decode.session import Session, run_through
 from decode.trees.tree import Tree
+from decode.weights.layers import BAD_WEIGHT, PackedLayer, find_bad_weight
 
 # The largest error of a logit, in standard deviations of the logits. Wrong masks give at least 2e-2 in float32. In
 # float64 many models still compute softmax or norms in float32.
@@ -246,8 +246,8 @@ def _make_trees(*rows: Tensor) -> Tree:
 
 def _long_windows(target: StockModel) -> dict[str, AttentionWindow]:
     """The attention windows that no small prompt exceeds, if the model has enough positions for one that does."""
-    sizes = {kind: span.window or span.chunk or 0 for kind, span in target.windows.items()}
-    return {kind: target.windows[kind] for kind, size in sizes.items() if SHORT < size <= target.context - SHORT}
+    sizes = {kind: span.window or span.chunk or 0 for kind, span in target.facts.windows.items()}
+    return {kind: target.facts.windows[kind] for kind, size in sizes.items() if SHORT < size <= target.context - SHORT}
 
 
 def _misses_edge(target: StockModel, kind: str, span: AttentionWindow) -> bool:
@@ -324,7 +324,7 @@ def _compare(found: Tensor, expected: Tensor, layer: int | None) -> Tensor:
 
 def _make_example(target: StockModel) -> tuple[list[int], Tensor]:
     """A prompt that is longer than the model's windows, if those are short, and the tokens [10] of two trees."""
-    windows = [kind.window or kind.chunk or 0 for kind in target.windows.values()]
+    windows = [kind.window or kind.chunk or 0 for kind in target.facts.windows.values()]
     longest = max((window for window in windows if 0 < window <= SHORT), default=4)
     tokens = torch.randint(target.vocabulary, (longest + 12,), generator=torch.Generator().manual_seed(0))
     return tokens[:-10].tolist(), tokens[-10:]

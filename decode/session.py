@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.devices.transfer import Upload, copy_packed, waits
 from decode.kv_cache import KVCache
-from decode.models.grouped_attention import LONG, count_seen
 from decode.models.stock_model import StockModel, capture_features
 from decode.recurrent import EVERY, States
 from decode.trees.check import check_on_device
@@ -207,7 +206,7 @@ class Session:
         unmasked = not start and self.inputs is None and self._needs_no_mask(tree)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
         sees_all = target.sees_texts_whole and self.inputs is None
-        seen = None if unmasked else count_seen(self.cache.lengths) if sees_all else 0
+        seen = None if unmasked else target.backend.count_seen(self.cache.lengths) if sees_all else 0
         inputs = self.make_inputs(tree, start, lengths, seen)
         if target.passes_flat and tree.batch > 1 and not bool((real := tree.real[:, start:]).all()):
             return self._run_flat(inputs, real, range(count) if only is None else only)
@@ -260,14 +259,14 @@ class Session:
         if seen is not None:
             ancestors = None if tree.is_chain else tree.ancestors[:, start:]
             depth = depth if tree.is_chain else tree.depth
-            masks = tree_masks(target.windows, lengths, ancestors, depth, self.cache.used, target.dtype, seen)
-        elif any(self.cache.lengths):  # see `grouped_sdpa`
+            masks = tree_masks(target.facts.windows, lengths, ancestors, depth, self.cache.used, target.dtype, seen)
+        elif any(self.cache.lengths):  # see `decode.cuda.attention`
             masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
-            masks = dict.fromkeys(target.windows, masks) if len(target.windows) > 1 else masks
+            masks = dict.fromkeys(target.facts.windows, masks) if len(target.facts.windows) > 1 else masks
         if self.states is not None and isinstance(masks, dict):
             masks |= dict.fromkeys(("linear_attention", "conv"))  # padding comes last
         inputs = {"input_ids": tree.tokens[:, start:], "attention_mask": masks, "position_ids": positions}
-        if not target.takes_positions:  # there are no attention layers
+        if not target.facts.takes_positions:  # there are no attention layers
             inputs = {"input_ids": inputs["input_ids"], "attention_mask": None}
         return inputs if self.inputs is None else self.inputs.rewrite(inputs, self, lengths, tree.depth[:, start:])
 
@@ -281,8 +280,8 @@ class Session:
             return False
         if not any(lengths):
             return width > 1
-        is_alike = min(lengths) == max(lengths) and all(span.is_full for span in target.windows.values())
-        is_faster = width == 1 or width >= CHUNK or lengths[0] >= LONG
+        is_alike = min(lengths) == max(lengths) and target.facts.sees_all
+        is_faster = width == 1 or width >= CHUNK or bool(target.backend.count_seen(lengths))
         return target.sees_texts_whole and is_alike and is_faster
 
     def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
@@ -450,7 +449,7 @@ def choose_chunk(target: StockModel, rows: int, longest: int) -> int:
     for the heads of a group.
     """
     largest = target.backend.pass_tokens
-    if target.sees_texts_whole and all(span.is_full for span in target.windows.values()):
+    if target.sees_texts_whole and target.facts.sees_all:
         return max(CHUNK, largest // rows)
     heads = getattr(target.config, "num_attention_heads", 0)  # 0: no layer attends
     repeats = heads // (getattr(target.config, "num_key_value_heads", None) or max(heads, 1)) or 1

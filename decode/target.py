@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from copy import deepcopy
 from os import PathLike
 from typing import Any, Self
 
@@ -13,35 +13,40 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
-from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.compiled_layers import compiled_layers
-from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
-from decode.cpu.packed_linear import PackedLayer
-from decode.cuda.fixed_steps import find_graph_fault, open_steps
+from decode.costs import CONTEXTS, CostCurve, Costs
+from decode.devices.backend import NEEDS, check_mode, find_backend
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
-from decode.models.cost_curve import CONTEXTS, CostCurve
-from decode.models.grouped_attention import ATTENTION
+from decode.models.facts import ModelFacts, find_device, find_output_matrix, find_stop_ids, has_hooks
+from decode.models.fingerprint import fingerprint_template, fingerprint_vocabulary, fingerprint_weights
 from decode.models.loading import load_model
-from decode.models.timed_model import TimedModel
 from decode.requests.arguments import naming_arguments
 from decode.requests.text import Tokenizer
 from decode.self_test import agrees_flat, self_test
 from decode.session import Session
+from decode.weights.layers import PackedLayer
 
 
-class Target(TimedModel):
+class Target:
     """The model whose distribution is kept, ready to verify trees.
 
     model: any decoder-only transformers model with sdpa, eager or flex attention. It is never changed.
-    accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy
-    (`decode.cpu.acceleration`). Changes of the weights are noticed, see `read_version`.
+    accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy (see
+    `decode.devices.backend`). Changes of the weights are noticed, see `read_version`.
     deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed
     cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
     the first rank's counts, and all ranks must decode the same prompts.
 
+    Its parts: `facts`, what the architecture allows; `backend`, what the device can do; `costs`, what passes cost. What
+    follows from these is decided here, once. needs_masks: prompts need masks, too. sees_texts_whole: nodes may see long
+    texts without a mask. passes_flat: a pass takes the tokens of all rows as one row, without padding, and as long as
+    these take. has_graphs: steps are graphs.
+
     Raises ValueError for a model that cannot verify a tree, or that `accelerate` cannot compile or make graphs of.
     """
+
+    needs_masks = sees_texts_whole = passes_flat = has_graphs = False
+    output_tokens: Tensor | None = None  # of a draft model whose output layer has these tokens alone
 
     @naming_arguments("Target")
     def __init__(
@@ -52,15 +57,12 @@ class Target(TimedModel):
         accelerate: str = "off",
         deterministic: bool | CostCurve = False,
     ) -> None:
+        check_mode(accelerate)
         model = unwrap(model)
         refuse_unsupported(model)
-        super().__init__(accelerated_copy(model, accelerate), deterministic)
-        self.accelerate, self._shares_all = accelerate, self.model is model
-        self.tokenizer = tokenizer
-        self_test(self)
-        if (mode := getattr(self.model, "graphs", None)) is not None:
-            self._use_graphs(must=mode == "graphs")
-        self._watch = ModelWatch(model)
+        own, mode = _copy_for(model, accelerate)
+        self._set_up(own, tokenizer, accelerate, mode, deterministic)
+        self._watch, self._shares_all = ModelWatch(model), own is model
 
     @classmethod
     @naming_arguments("Target.load")
@@ -78,12 +80,63 @@ class Target(TimedModel):
 
         Arguments and errors are those of `decode.models.loading.load_model`, and of this class.
         """
-        loaded = load_model(name, dtype=dtype, device=device, device_map=device_map, accelerate=accelerate)
-        return cls(*loaded, deterministic=deterministic)
+        check_mode(accelerate)
+        model, tokenizer = load_model(
+            name, dtype=dtype, device=device, device_map=device_map, in_blocks=accelerate != "off"
+        )
+        return cls.take_over(model, tokenizer, accelerate=accelerate, deterministic=deterministic)
+
+    @classmethod
+    def take_over(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        accelerate: str = "off",
+        deterministic: bool | CostCurve = False,
+    ) -> Self:
+        """A target of a model that nobody else uses. It is accelerated in place, which frees weights one by one."""
+        check_mode(accelerate)
+        refuse_unsupported(model)
+        target = cls.__new__(cls)
+        target._set_up(model, tokenizer, accelerate, accelerate, deterministic)
+        target._watch, target._shares_all = ModelWatch(model), True
+        return target
+
+    def _set_up(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer | None,
+        accelerate: str,
+        mode: str,
+        deterministic: bool | CostCurve,
+    ) -> None:
+        """Accelerate the model in place, by a mode, and decide all that follows from it and its device."""
+        self.model, self.tokenizer, self.accelerate = model, tokenizer, accelerate
+        self.idle_steps: list[Any] = []  # of a session that has ended, one at most; see `Session`
+        self._fingerprint = None if mode == "off" else fingerprint_weights(model)  # packed layers have no parameters
+        self.config = model.config.get_text_config(decoder=True)
+        self.facts, self.dtype, self.device = ModelFacts.of(model), model.dtype, find_device(model)
+        self.vocabulary, self.context = self.facts.vocabulary, self.facts.context
+        self.is_recurrent = self.facts.is_recurrent
+        self.backend, self.costs = find_backend(self.device), Costs(deterministic)
+        self.backend.accelerate(model, mode)
+        self.is_packed = any(isinstance(module, PackedLayer) for module in model.modules())
+        self.compiled = self.backend.compile(self, mode)
+        self.needs_masks = self.backend.needs_masks(model)
+        is_own = self.backend.attention is not None and model.config._attn_implementation == self.backend.attention
+        size = self.facts.head_size
+        self.sees_texts_whole = is_own and size is not None and self.backend.sees_texts_whole(self.dtype, size)
+        self_test(self)
+        if self.backend.can_pass_flat(model) and not self.is_recurrent:
+            self.passes_flat = True  # while it is tried
+            self.passes_flat = agrees_flat(self)
+        if mode in ("auto", "graphs") and "graphs" not in self.backend.lacks and not has_hooks(model):
+            self._use_graphs(must=mode == "graphs")
 
     def _use_graphs(self, must: bool) -> None:
-        """Make steps CUDA graphs, if the model's code allows it. Raises ValueError if it must and does not."""
-        fault = find_graph_fault(self)
+        """Make steps graphs, if the model's code allows it. Raises ValueError if it must and does not."""
+        fault = self.backend.find_graph_fault(self)
         if fault is not None and must:
             raise ValueError(f"{self.config.model_type} cannot have CUDA graphs ({fault}); choose auto or packed")
         self.has_graphs = fault is None
@@ -107,47 +160,106 @@ class Target(TimedModel):
             )
         return version
 
-    @cached_property  # every pass asks, and finding out takes half a millisecond
-    def compiled(self) -> bool:
-        """Whether passes over a few tokens run compiled kernels."""
-        return bool(compiled_layers(self.model))
-
-    @cached_property
-    def is_packed(self) -> bool:
-        """Whether it has packed copies of weights."""
-        return any(isinstance(module, PackedLayer) for module in self.model.modules())
-
-    @cached_property
-    def passes_flat(self) -> bool:
-        """Where the project's own attention op runs, if the model computes the same in a flat pass."""
-        is_own = self.model.config._attn_implementation == ATTENTION and self.dtype in DTYPES
-        if (
-            self.device.type != "cpu"
-            or self.is_recurrent
-            or not (is_own and self.is_packed)
-            or load_native_ops() is not None
-        ):
-            return False
-        vars(self)["passes_flat"] = True  # while it is tried
-        return agrees_flat(self)
-
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
-        if counts is None:
-            return super().run(cache, **inputs)
-        with passing_flat(counts):
-            return super().run(cache, **inputs)
+        """The model's forward pass, which reads and extends a KV cache.
 
-    @property
-    def needs_masks(self) -> bool:
-        return self.compiled or (self.device.type == "cpu" and self.model.config._attn_implementation == ATTENTION)
-
-    def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
-        curve = super().cost_curve(batch_size, context)
-        return curve.padded if self.has_graphs else curve
+        counts [B]: how many inputs each row has, in a flat pass.
+        """
+        with self.backend.running() if counts is None else self.backend.passing_flat(counts):
+            return self.model(**inputs, **{self.facts.cache_name: cache}, use_cache=True)
 
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Session:
-        steps = open_steps(self, batch_size, layers) if self.has_graphs else None
+        """An empty KV cache for `batch_size` rows. layers: the hidden states that a verdict carries as features."""
+        steps = self.backend.open_steps(self, batch_size, layers) if self.has_graphs else None
         return Session(self, batch_size, layers, steps=steps)
+
+    def warm_up(self, batch_size: int = 1) -> None:
+        """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
+
+        Nothing is measured twice: curves are kept in the user's cache.
+        """
+        self.costs.warm_up(self, batch_size)
+
+    def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
+        """The cost of verifying N nodes relative to one node, after `context` committed tokens.
+
+        It is measured now unless `warm_up` has done it or the user's cache has it. With `deterministic` nothing is
+        measured, and the context does not count. context: if `passes_flat`, the average of the rows, else the longest.
+        """
+        curve = self.costs.find(self, batch_size, context)
+        return curve.padded if self.has_graphs else curve
+
+    def cost_after(self, texts: Sequence[Sequence[int]]) -> CostCurve:
+        """The cost curve of a batch of these texts."""
+        lengths = [*map(len, texts)]
+        return self.cost_curve(len(texts), sum(lengths) // len(lengths) if self.passes_flat else max(lengths))
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether nothing is measured."""
+        return bool(self.costs.fixed)
+
+    @property
+    def weights_fingerprint(self) -> str | None:
+        """See `decode.models.fingerprint`. None for a model that was packed before it became a target."""
+        if self._fingerprint is None and not self.is_packed:
+            self._fingerprint = fingerprint_weights(self.model)
+        return self._fingerprint
+
+    @property
+    def fingerprints(self) -> dict[str, str | None]:
+        """Of the weights, the vocabulary and the chat template, as far as they are known, by name."""
+        weights = self.weights_fingerprint
+        return {
+            **({} if weights is None else {"weights": weights}),
+            "vocabulary": fingerprint_vocabulary(self.tokenizer),
+            "template": fingerprint_template(self.tokenizer),
+        }
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer, from the model's generation config."""
+        return find_stop_ids(self.model)
+
+    @property
+    def output_matrix(self) -> Tensor:
+        """The output layer's matrix [V, H]. Raises ValueError if the model has no dense one."""
+        return find_output_matrix(self.model)
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The output layer's bias [V]; None in most models."""
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias.detach() if isinstance(bias, Tensor) else None
+
+    @property
+    def embedding_matrix(self) -> Tensor:
+        """The matrix [V, H] that embeddings are looked up in."""
+        embeddings: Any = self.model.get_input_embeddings()
+        matrix: Tensor = embeddings.layer.dense_weight() if hasattr(embeddings, "layer") else embeddings.weight.detach()
+        return matrix
+
+    @property
+    def embedding_scale(self) -> float:
+        """What the embedding layer multiplies rows of `embedding_matrix` with, as in Gemma; 1 in most models."""
+        embeddings = self.model.get_input_embeddings()
+        return float(getattr(getattr(embeddings, "module", embeddings), "embed_scale", 1.0))
+
+
+def _copy_for(model: PreTrainedModel, mode: str) -> tuple[PreTrainedModel, str]:
+    """What may be accelerated, and the mode: modules are copied, tensors are shared, the given model stays as it is.
+
+    The model itself for "off", if it is packed already, and if accelerate's hooks spread it over devices. Raises
+    ValueError if such a model is to be compiled or to have graphs.
+    """
+    if mode == "off":
+        return model, mode
+    if has_hooks(model) or any(isinstance(module, PackedLayer) for module in model.modules()):
+        if mode in NEEDS:
+            raise ValueError(f"a model that is packed already or spread over devices cannot have accelerate={mode!r}")
+        return model, "off"
+    tensors = [*model.parameters(), *model.buffers()]
+    return deepcopy(model, {id(tensor): tensor for tensor in tensors}), mode
 
 
 def check_target(target: Any, other: Any = None, order: str = "") -> None:

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from decode import Step
-from decode.models.cost_curve import LEVEL_TIME, CostCurve
+from decode.costs import LEVEL_TIME, CostCurve
 
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step

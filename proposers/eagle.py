@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
+from decode.devices.attention import attend_generally
 from decode.devices.transfer import waits
-from decode.models.grouped_attention import attend_in_two, attend_stacked, find_window, gains_from_two
 from heads.layer_cache import FixedSlots, LayerCache, hide
 from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
@@ -56,10 +56,11 @@ class EagleProposer(HeadProposer):
             and max(self._history.unread_counts) <= CHUNK
         ):
             unread, lengths = self._history.take(), cache.lengths_on(device)
-            gains = gains_from_two(device, self.dtype, self.head.config.layer.head_dim)
             more = pad_tokens(unread.features.shape[1]) + self._most_drafted
             cache.reserve(max(cache.lengths) + more)
-            self.seen_slots = find_window(cache.lengths, cache.held[0].shape[2], more, gains)
+            capacity, backend = cache.held[0].shape[2], step.target.backend
+            gains = backend.sees_texts_whole(self.dtype, self.head.config.layer.head_dim)
+            self.seen_slots = backend.find_window(cache.lengths, capacity, more) if gains else (0, capacity)
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
@@ -229,7 +230,4 @@ class FixedEagleDrafter:
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """`proposers.feature_history.attend_like_target` on a GPU."""
-    scale = queries.shape[3] ** -0.5
-    if seen := keys.shape[2] - mask.shape[3]:
-        return attend_in_two(queries, keys, values, mask, seen, scale).transpose(1, 2)
-    return attend_stacked(queries, keys, values, mask, scale).transpose(1, 2)
+    return attend_generally(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)

@@ -12,9 +12,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-from decode.cpu.packed_linear import PackedLinear, can_pack, make_linear, merge_layers, pack_layers
 from decode.devices.backend import find_backend
 from decode.devices.graph import Captured, GraphPool, forget_oldest, round_up
+from decode.weights.layers import make_linear
 from heads.vocabulary import VocabularyHead
 from proposers.search import Draft
 from proposers.tree_proposer import Inputs
@@ -31,8 +31,7 @@ def pack_head(head: VocabularyHead) -> Any:
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the packed output layer replaces it
-    merge_layers(packed, lambda layer: type(layer) is nn.Linear and layer.weight.device.type == "cuda")
-    pack_layers(packed)
+    find_backend(next(head.parameters()).device).pack_layers(packed)
     return packed
 
 
@@ -40,10 +39,10 @@ class PackedOutput:
     """A head's `logits`, with output layers that are packed where there is a kernel for it."""
 
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
-        self.normalise, self.device = normalise, next(head.parameters()).device
+        self.normalise, backend = normalise, find_backend(next(head.parameters()).device)
         count = head.config.heads if head.output == "own" else 1
         layers = [make_linear(*head.output_layer(index)) for index in range(count)]
-        self.layers = [PackedLinear(layer) if can_pack(layer) else layer for layer in layers]
+        self.layers = [*map(backend.pack_linear, layers)]
 
     def __call__(self, states: Tensor, index: int = 0) -> Tensor:
         return self.layers[index % len(self.layers)](self.normalise(states))

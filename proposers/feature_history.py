@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
+from decode.devices.attention import attend
 from decode.devices.graph import MOST_KEPT
 from decode.devices.transfer import copy_packed, waits
-from decode.models.grouped_attention import attend_grouped
 from heads import LayerCache
 from proposers.tree_proposer import numbers_of
 
@@ -188,7 +188,7 @@ def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:
 
 def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """`heads.layer_cache.attend` as the target computes it. The mask is in the queries' dtype."""
-    return attend_grouped(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
+    return attend(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)
 
 
 def pick_last(states: Tensor, counts: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from decode import PlainProposer, Proposer, Target
-from decode.models.fingerprint import fingerprint_weights
 from decode.models.loading import check_model
 from decode.request import read_nodes
 from decode.requests.answer import read_count
@@ -254,8 +253,7 @@ def find_pretrained(target: Target) -> HeadProposer | None:
     """
     loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype)
     if key not in loaded:
-        weights = getattr(target.model, "weights_fingerprint", None) or fingerprint_weights(target.model)
-        kind = FASTEST.get(weights)
+        kind = FASTEST.get(target.weights_fingerprint or "")
         folder = PRETRAINED / str(kind)
         loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
     kept = loaded[key]
@@ -358,7 +356,7 @@ def share_matrices(head: Head, target: Target) -> None:
 
 def _warn_of_weights(folder: str, trained: str | None, target: Target) -> None:
     """Warn if what drafts was trained for another target, by the fingerprint of its weights."""
-    given = getattr(target.model, "weights_fingerprint", None)
+    given = target.weights_fingerprint
     if None not in (trained, given) and trained != given:
         warnings.warn(
             f"{folder!r} was trained for a model with other weights than this target's; the text stays the same, but "

@@ -16,7 +16,6 @@ from decode import Engine, Target
 from decode.devices.backend import find_backend
 from decode.engine import WHOLE
 from decode.models.default_model import NAME
-from decode.models.fingerprint import describe_model
 from proposers import check_options, load_proposer
 from scripts.distillation.answers_file import AnswersFile
 from scripts.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for job in missing:
                 if job.conversation.options or len(job.conversation.messages) > 1:
                     renderer.encode(job.conversation)  # raises what a template refuses before any work
-            answers.begin(describe_model(target.model, target.tokenizer), args.changed_model)
+            answers.begin(target.fingerprints, args.changed_model)
             distil(missing, target, renderer, answers, args)
         answers.check()
         print(answers.describe())

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from decode import Target
 from decode.devices.backend import find_backend
 from decode.models.cut_model import choose_spaced
-from decode.models.fingerprint import describe_model, find_changes
+from decode.models.fingerprint import find_changes
 from heads.checkpoint import load_head, save_head
 from proposers.load import share_matrices
 from scripts.distillation.answers_file import settings_path
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
 
         settings = describe_settings(options, dataset, head)
-        model = describe_model(target.model, target.tokenizer)
+        model = target.fingerprints
         state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
         if state is None and accelerator.is_main_process:
             print_plan(objective, dataset, options.schedule, load_batch)
@@ -131,7 +131,7 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
     """Print what is wrong with the data and ends no training: rows that were skipped, answers of another model."""
     if dataset.bad:
         print(f"skipped: {dataset.bad}", file=sys.stderr)
-    now = describe_model(target.model, target.tokenizer)
+    now = target.fingerprints
     for file in files:
         settings = settings_path(file)
         if not settings.is_file():
@@ -156,7 +156,7 @@ def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
         head = make_head(options.kind, target, dataset.examples, options.draft_vocab, options.prefix, **shape)
     else:
         head = _load_head(options, target, dataset)
-    head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
+    head.config = replace(head.config, target_weights=target.weights_fingerprint)
     return head
 
 
@@ -165,7 +165,7 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
     name = options.model if options.init is None else str(options.init)
     torch.manual_seed(options.seed)  # of rollouts
     # Apart from the target, whose layers are packed: these are trained.
-    model, tokenizer = load_model_only(ModelOptions(name, "float32", options.device, accelerate="off"))
+    model, tokenizer = load_model_only(ModelOptions(name, "float32", options.device))
     layers: Sequence[int] | None = None
     if options.init is None:
         count, total = options.layers or DRAFT_LAYERS, target.config.num_hidden_layers
@@ -173,7 +173,7 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
             raise ValueError(f"--layers is {count}; a draft of this model has 1 to {total - 1}")
         layers = choose_spaced(count, total) if options.cut == "spaced" else range(count)
     head = make_draft_model(model, tokenizer, target, dataset.examples, layers, options.draft_vocab)
-    head.config = replace(head.config, target_weights=getattr(target.model, "weights_fingerprint", None))
+    head.config = replace(head.config, target_weights=target.weights_fingerprint)
     return head
 
 
@@ -224,7 +224,7 @@ def fill_cache(options: TrainOptions, teacher: Teacher, dataset: Dataset, accele
     assert options.cache is not None
     settings = {"data": dataset.fingerprint, "dtype": options.dtype, "layers": list(teacher.layers)}
     with accelerator.main_process_first():
-        cache = FeatureCache(options.cache, settings | describe_model(teacher.target.model, teacher.target.tokenizer))
+        cache = FeatureCache(options.cache, settings | teacher.target.fingerprints)
     limit, process, processes = int(options.cache_gib * GIB), accelerator.process_index, accelerator.num_processes
     with cache.locked() if accelerator.is_main_process else nullcontext():
         accelerator.wait_for_everyone()

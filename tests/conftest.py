@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-import decode.models.timed_model
+import decode.costs
 from decode import Target
 from decode.cpu import build_cache, compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
-from decode.models import user_cache
+from decode.devices import user_cache
 from tests.support.commands import Call, Run
 from tests.support.models import VOCABULARY, limit_threads, tiny
 
@@ -42,7 +42,7 @@ def caches(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     kernels, curves = pytestconfig.cache.mkdir("kernels"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         keep_kernels_in(kernels, patch)
-        patch.setattr(decode.models.timed_model, "user_cache", lambda: curves)
+        patch.setattr(decode.costs, "user_cache", lambda: curves)
         yield
 
 

@@ -29,7 +29,7 @@ import heads
 import proposers
 import proposers.load
 from decode import Target, generate
-from decode.models.cost_curve import CostCurve
+from decode.costs import CostCurve
 from decode.requests.answer import Limits, LogProbs
 from draftless import COMMANDS
 from heads import save_head

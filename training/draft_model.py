@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from decode.models.stock_model import StockModel, find_decoder
+from decode.models.facts import find_context
+from decode.models.stock_model import find_decoder
 from training.data import Example
 from training.objectives import Objective
 from training.teacher import Batch, Teacher, collate
@@ -171,7 +172,7 @@ class RolloutLoader:
     ) -> None:
         self.examples, self.teacher, self.model = examples, teacher, model
         self.count, self.temperature = count, temperature
-        self._room = min(teacher.target.context, StockModel(model.model).context) - count
+        self._room = min(teacher.target.context, find_context(model.model)) - count
 
     def __call__(self, numbers: Sequence[int]) -> Batch:
         examples = [self.examples[number] for number in numbers]

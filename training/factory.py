@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from decode import Target
 from decode.models.cut_model import cut_model
+from decode.models.facts import find_context
 from decode.models.fingerprint import fingerprint_vocabulary
-from decode.models.stock_model import StockModel
 from heads import HEADS, LayerConfig, choose_features
 from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
 from heads.mtp import describe_block
@@ -118,7 +118,10 @@ def make_draft_model(
             "it: take a checkpoint with the target's tokenizer, or cut the draft out of the target"
         )
     drafted = choose_draft_vocabulary(examples, size, draft_vocab)
-    longest, context = max(len(example.tokens) for example in examples), StockModel(model).context
+    longest, context = (
+        max(len(example.tokens) for example in examples),
+        find_context(model),
+    )
     if longest > context:
         raise ValueError(
             f"an example has {longest} tokens, the draft model's context {context}; "

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
-from decode.cpu.packed_linear import expecting_many_rows
-from decode.models.grouped_attention import choosing_kernels
 from decode.models.stock_model import capture_features
 from heads.vocabulary import top_tokens
 from training.data import Example
@@ -61,8 +59,7 @@ class Teacher:
         output = model.get_output_embeddings()
         hook = output.register_forward_pre_hook(lambda _, args: (args[0][answers][None], *args[1:]))
         try:
-            kernels = choosing_kernels(self.target.device)
-            with capture_features(model, self.layers) as captured, kernels, expecting_many_rows():
+            with capture_features(model, self.layers) as captured, self.target.backend.running(long_texts=True):
                 logits = model(input_ids=tokens, use_cache=False).logits[0]  # [A, V] of all examples
         finally:
             hook.remove()

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from decode.devices.backend import find_backend
-from decode.models.grouped_attention import choosing_kernels
 from training.checkpoint import Metrics, save_checkpoint
 from training.data import Dataset
 from training.objectives import Loss
@@ -157,7 +156,7 @@ class Trainer:
         if not mine:  # more processes than examples: take part without anchors
             batch.answers.zero_()
         answers = int(accelerator.reduce(batch.answers.sum(), "sum"))
-        with choosing_kernels(accelerator.device):  # nearly every batch has a length of its own
+        with find_backend(accelerator.device).running():  # nearly every batch has a length of its own
             loss: Loss = self.objective(batch)
             # Gradients are averaged over processes; we want the mean over answer tokens.
             accelerator.backward(loss.total * (accelerator.num_processes / answers))

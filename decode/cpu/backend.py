@@ -1,25 +1,46 @@
-"""What a CPU can do."""
+"""What a CPU can do: packed layers, an attention op and compiled decoder layers, where there is a C++ compiler."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from platform import machine
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from decode.cpu.attention import ATTENTION, attend
+from decode.cpu.compiled_layers import compile_layers, compiled_layers
+from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
+from decode.cpu.packed_linear import can_pack, expecting_many_rows, pack_layers, pack_linear
+from decode.cpu.quantized_weights import store_quantized_layers
 from decode.devices.backend import Backend
+from decode.devices.user_cache import print_notice_once
+from decode.weights.gguf.model import restore_blocks
+from decode.weights.layers import PackedLayer
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
 
 
 class CpuBackend(Backend):
+    """How models are accelerated: "packed" replaces linear layers by packed ones and frees their dense weights.
+    "compiled" also compiles the decoder layers. "auto" compiles models that are large enough, where there is a C++
+    compiler, and packs others.
+    """
+
     waits = False
     pass_tokens = 0  # longer passes are not faster
     fixed_costs = (1, 4, 8, 12, 16, 32, 64), (1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26)  # the default model on two cores
     default_dtype = torch.float32
+    attention, attend = ATTENTION, staticmethod(attend)
+    lacks = ("graphs",)
 
     @property
     def name(self) -> str:
@@ -33,6 +54,10 @@ class CpuBackend(Backend):
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (native or machine() not in ("x86_64", "AMD64"))
 
+    @property
+    def takes_blocks(self) -> bool:  # type: ignore[override]
+        return load_native_ops() is None
+
     def make_zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """The system maps a page of memory once it is written to: slots that no text reaches take none."""
         if not prod(shape):
@@ -44,5 +69,64 @@ class CpuBackend(Backend):
         with torch.enable_grad():  # see `decode.kv_cache.Block.hold`
             return torch.frombuffer(memory, dtype=like.dtype).view(*shape)
 
+    def accelerate(self, model: PreTrainedModel, mode: str) -> None:
+        super().accelerate(model, mode)
+        if mode == "off":
+            return
+        if load_native_ops() is None:
+            restore_blocks(model)
+            store_quantized_layers(model)
+        if mode == "compiled":
+            _check_compilable(model)
+        pack_layers(model)
+        _release_memory()
+
+    def compile(self, target: Any, mode: str) -> bool:
+        layers = [module for module in target.model.modules() if isinstance(module, PackedLayer)]
+        is_large = sum(layer.weight.nbytes for layer in layers) >= WORTH_COMPILING
+        if mode == "compiled" or (mode == "auto" and is_large):
+            if (failure := load_native_ops()) is None:
+                compile_layers(target, retry_failed=mode == "compiled")  # could take long at each start
+                _release_memory()
+            else:
+                reason = f"no compiled kernels ({failure})"
+                print_notice_once("no kernels", f"{reason}: decoding will take about twice as long")
+        return bool(compiled_layers(target.model))
+
+    def pack_layers(self, module: nn.Module) -> None:
+        pack_layers(module)
+
+    def pack_linear(self, layer: nn.Linear) -> nn.Module:
+        return pack_linear(layer) if can_pack(layer) else layer
+
+    def running(self, long_texts: bool = False) -> AbstractContextManager[None]:
+        return expecting_many_rows() if long_texts else nullcontext()
+
+    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
+        return passing_flat(counts)
+
+    def can_pass_flat(self, model: PreTrainedModel) -> bool:
+        """Where the project's own attention op runs."""
+        has_ops = model.config._attn_implementation == ATTENTION and model.dtype in DTYPES and load_native_ops() is None
+        return has_ops and any(isinstance(module, PackedLayer) for module in model.modules())
+
+    def needs_masks(self, model: PreTrainedModel) -> bool:
+        return bool(compiled_layers(model)) or model.config._attn_implementation == ATTENTION
+
 
 BACKEND = CpuBackend
+
+
+def _release_memory() -> None:
+    """Give freed memory back to the system. Linux's allocator would keep a fifth of the weights' size."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _check_compilable(model: PreTrainedModel) -> None:
+    if not any(can_pack(module) for module in model.modules()):
+        raise ValueError("nothing to compile: only linear layers on a CPU (--device cpu), in float32 or bfloat16, are")
+    failure = load_native_ops()
+    if failure is not None:
+        advice = "a C++ compiler such as g++ and a cache folder that can be written (XDG_CACHE_HOME names another)"
+        raise ValueError(f"kernels cannot be compiled here ({failure}); they need {advice}")

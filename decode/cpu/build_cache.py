@@ -7,16 +7,12 @@ crash on. Files are built aside, under a lock, and moved into place.
 from __future__ import annotations
 
 import hashlib
-import platform
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-import torch
 from filelock import FileLock
 
-from decode.models.user_cache import PARTIAL, remove, scratch, user_cache
+from decode.devices.user_cache import PARTIAL, remove, scratch, user_cache
 
 SECOND = ".json"
 
@@ -53,20 +49,6 @@ def is_whole(path: Path) -> bool:
         return _checksum(path).encode() == _checksum_file(path).read_bytes()
     except OSError:
         return False
-
-
-@cache
-def environment() -> tuple[str, str]:
-    """torch's version, and the CPU: compiled code uses all of its instructions."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else [f"model name: {platform.processor()}"]
-    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
-    return torch.__version__, "\n".join(sorted(cpu))
-
-
-def digest(*parts: Any) -> str:
-    """Short and the same for parts with the same repr."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _checksum(path: Path) -> str:

@@ -27,8 +27,8 @@ from decode.cpu.layer_kernel import (
     name_kernel,
     split_output,
 )
+from decode.devices.user_cache import print_notice_once
 from decode.models.stock_model import StockModel, find_decoder
-from decode.models.user_cache import print_notice_once
 from decode.session import Session, run_through
 from decode.trees.tree import Tree
 
@@ -110,15 +110,15 @@ class CompiledLayer:
         return float((error / added.clamp(min=1e-30)).max()) <= LAYER_TOLERANCE.get(states.dtype, 0.0)
 
 
-def compile_layers(model: PreTrainedModel, *, retry_failed: bool = False) -> None:
-    """Let the decoder layers of a packed model run kernels, in place. Layers without a correct kernel stay as they are.
+def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
+    """Let the decoder layers of a target's packed model run kernels, in place. Those without a correct one stay.
 
     retry_failed: compile again what failed before.
     """
     kernels: dict[str, Kernel | None] = {}
     signatures: dict[str, Signature] = {}
     trusted: set[str] = set()  # kernels that were right in all trials; their other layers differ in weights alone
-    for layer, (number, calls) in _record_calls(model).items():
+    for layer, (number, calls) in _record_calls(target).items():
         dimensions = _find_dimensions(calls[0].call, calls[1].call)
         if dimensions is None:
             continue
@@ -141,9 +141,9 @@ def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
 
 
 @torch.inference_mode()  # as in the loop
-def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[RecordedCall]]]:
+def _record_calls(target: StockModel) -> dict[nn.Module, tuple[int, list[RecordedCall]]]:
     """The cache layer and the calls of each decoder layer, one call in each of `TRIALS`; without unusual layers."""
-    numbers = {layer: _find_cache_layer(layer) for layer in find_decoder(model)[1]}
+    numbers = {layer: _find_cache_layer(layer) for layer in find_decoder(target.model)[1]}
     layers = {layer: (number, list[RecordedCall]()) for layer, number in numbers.items() if number is not None}
     thread = get_ident()
 
@@ -155,7 +155,7 @@ def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[Rec
 
     with ExitStack() as stack:
         try:
-            sessions = _start_sessions(model)
+            sessions = _start_sessions(target)
             for layer in layers:
                 stack.callback(layer.register_forward_hook(record, with_kwargs=True, prepend=True).remove)
             for session, (rows, nodes, _) in zip(sessions, TRIALS, strict=True):
@@ -165,12 +165,12 @@ def _record_calls(model: PreTrainedModel) -> dict[nn.Module, tuple[int, list[Rec
     return {layer: found for layer, found in layers.items() if len(found[1]) == len(TRIALS)}
 
 
-def _start_sessions(model: PreTrainedModel) -> list[Session]:
+def _start_sessions(target: StockModel) -> list[Session]:
     """A session for each of `TRIALS`, with one committed token fewer in each further row.
 
     Three tokens are computed, once, so that no two layers and rows have the same cache.
     """
-    computed, sessions = Session(StockModel(model), TRIALS[0][0]), []
+    computed, sessions = Session(target, TRIALS[0][0]), []
     run_through(computed.read([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])]))
     for rows, _, committed in TRIALS:
         computed.select(range(rows))

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call
 
-from decode.cpu.build_cache import SECOND, digest, environment
+from decode.cpu.attention import ATTENTION
+from decode.cpu.build_cache import SECOND
+from decode.devices.user_cache import digest, environment
 from decode.kv_cache import KVCache
-from decode.models.grouped_attention import ATTENTION
 
 Kernel = Callable[[list[Tensor]], list[Tensor]]
 OPTIONS: dict[str, Any] = {  # Inductor's

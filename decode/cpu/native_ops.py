@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from decode.cpu.build_cache import build_once, digest, environment
+from decode.cpu.build_cache import build_once
+from decode.devices.user_cache import digest, environment
+from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 
 FOLDER = Path(__file__).parent
 SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp")]
@@ -26,11 +27,6 @@ COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choic
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
-# The numbers that ggml gives to the forms of weights: one by one, and in blocks. A block has a multiple of 32 inputs.
-PLAIN = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-BLOCKS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-# Blocks with a float32 scale for 32 inputs, by bits and whether there is a minimum too. ggml has none.
-FLOAT_BLOCKS = {(4, False): 100, (4, True): 101, (8, False): 102, (8, True): 103}
 
 
 @cache
@@ -60,30 +56,6 @@ def passing_flat(counts: Tensor) -> Iterator[None]:
         torch.ops.draftless.set_counts(None)
 
 
-def can_run(inputs: Tensor) -> bool:
-    """Whether the ops take such inputs."""
-    has_gradient = torch.is_grad_enabled() and inputs.requires_grad
-    return inputs.device.type == "cpu" and inputs.dtype in DTYPES and not has_gradient
-
-
-class Weight(NamedTuple):
-    """A weight as a checkpoint stores it.
-
-    data: bytes [N, bytes of a row]. form: one of `PLAIN`, `BLOCKS` or `FLOAT_BLOCKS`. inputs: K. order [N]: row i of
-    the weight is row `order[i]` of the data; None: they are in order.
-    """
-
-    data: Tensor
-    form: int
-    inputs: int
-    order: Tensor | None = None
-
-    @classmethod
-    def dense(cls, weight: Tensor) -> Weight:
-        """A weight [N, K] in one of the dtypes of `PLAIN`."""
-        return cls(weight.contiguous().view(torch.uint8), PLAIN[weight.dtype], weight.shape[1])
-
-
 def pack(*weights: Weight) -> Tensor:
     """Weights with the same inputs, one below the other, as the op `draftless::linear` takes them."""
     orders = [torch.empty(0, dtype=torch.long) if each.order is None else each.order for each in weights]
@@ -107,12 +79,6 @@ def list_forms(packed: Tensor) -> list[tuple[str, int]]:
     count, inputs, *rest = packed[: 8 * (2 + 3 * header[0])].view(torch.int64).tolist()
     parts = [rest[3 * part : 3 * part + 2] for part in range(count)]
     return [(names[form], outputs * inputs) for form, outputs in parts]
-
-
-def read_rows(weight: Weight, rows: Tensor) -> Tensor:
-    """Some rows of a stored weight, in float32: [n, K] for row numbers [n]."""
-    chosen = weight.data[rows if weight.order is None else weight.order[rows]]
-    return unpack(pack(weight._replace(data=chosen, order=None)), torch.arange(len(rows)))
 
 
 def _fake_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

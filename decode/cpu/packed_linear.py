@@ -7,24 +7,22 @@ compiler, oneDNN's packed layers take its place.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from decode.cpu.native_ops import Weight, can_run, load_native_ops, pack, unpack
+from decode.cpu.native_ops import load_native_ops, pack, unpack
+from decode.devices.transfer import waits
+from decode.weights.blocks import StoredLayer, Weight
+from decode.weights.layers import BAD_WEIGHT, PackedLayer, find_bad_weight, join_biases, join_linears, merge_layers
 
-# Layers that most models call with the same tensor. As one larger layer they need fewer calls.
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
-BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
 MANY_ROWS = 256  # see `expecting_many_rows`
 UNPACKED = 1 << 24  # weights that are unpacked at a time
 SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
@@ -41,7 +39,7 @@ def can_pack(module: nn.Module | None) -> TypeGuard[nn.Linear]:
         return False  # a quantized weight has a product of its own
     if hasattr(module, "quantization_scheme"):  # of compressed-tensors: it may quantize its inputs
         return False
-    if module.weight.device.type != "cpu" or hasattr(module, "_hf_hook"):
+    if waits(module.weight) or hasattr(module, "_hf_hook"):
         return False
     dtype = module.weight.dtype
     return dtype in TOLERANCE and (load_native_ops() is None or _is_supported_by_onednn(dtype))
@@ -51,40 +49,6 @@ def _is_supported_by_onednn(dtype: torch.dtype) -> bool:
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return False
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-class StoredLayer(nn.Module):
-    """A linear layer or an embedding, with its weight as a file stores it. It is only there to be packed or unpacked.
-
-    module: the layer itself, whose weight has no values.
-    """
-
-    module: Any
-    weight: nn.Parameter  # without values: the shape and dtype
-    bias: nn.Parameter | None
-
-    def __init__(self, stored: Weight, module: nn.Module) -> None:
-        super().__init__()
-        vars(self)["module"] = module  # no part of this one: its parameters would count twice
-        self.stored, self.in_features, self.out_features = stored, stored.inputs, len(stored.data)
-        self.weight, self.bias = cast(nn.Parameter, module.weight), getattr(module, "bias", None)
-
-
-class PackedLayer(nn.Module, ABC):
-    """Stands in the place of an `nn.Linear`, or of several."""
-
-    in_features: int
-    out_features: int
-    dtype: torch.dtype
-
-    @property
-    def weight(self) -> Tensor:
-        """The shape [N, K], dtype and device of the weight, which models ask for. Its values are NaN."""
-        return torch.full((), torch.nan, dtype=self.dtype).expand(self.out_features, self.in_features)
-
-    @abstractmethod
-    def dense_weight(self) -> Tensor:
-        """The weight [N, K]."""
 
 
 @contextmanager
@@ -114,9 +78,9 @@ class PackedLinear(PackedLayer):
     def __init__(self, *linears: nn.Linear | StoredLayer) -> None:
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
-        self.dtype, bias = linears[0].weight.dtype, _join_biases(linears)
+        self.dtype, bias = linears[0].weight.dtype, join_biases(linears)
         self.packed = nn.Buffer(pack(*_find_weights(linears)), persistent=False)
-        self._packed_for = self.dtype
+        self._packed_for, self._can_run = self.dtype, True
         self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
         self._check(linears)
@@ -130,7 +94,8 @@ class PackedLinear(PackedLayer):
             parts = torch.arange(self.out_features).split(max(1, UNPACKED // self.in_features))
             found = torch.cat([nn.functional.linear(inputs, self.rows(part)) for part in parts], dim=-1)
             return found if self.bias is None else found.add_(self.bias)
-        if inputs.dtype != self.dtype or self.dtype != self._packed_for or not can_run(inputs):
+        has_gradient = torch.is_grad_enabled() and inputs.requires_grad
+        if inputs.dtype != self.dtype or not self._can_run or has_gradient:
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
@@ -145,7 +110,8 @@ class PackedLinear(PackedLayer):
         return unpack(self.packed, numbers)[..., : self.in_features].to(self.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `packed` does not tell
+        like = fn(torch.empty(0, dtype=self.dtype))  # `packed` does not tell the dtype
+        self.dtype, self._can_run = like.dtype, like.dtype == self._packed_for and not waits(like)
         return super()._apply(fn, recurse)
 
     @torch.no_grad()
@@ -260,93 +226,3 @@ def pack_layers(module: nn.Module) -> None:
         if weight := find_bad_weight(module):
             raise ValueError(f"the weight {weight} {BAD_WEIGHT}") from error
         raise
-
-
-def find_bad_weight(module: nn.Module) -> str | None:
-    """The name of the first weight with a value that is NaN or infinite; None without one. It reads all weights."""
-    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PackedLayer))
-    weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
-    for name, weight in weights:
-        is_readable = weight.is_floating_point() and not weight.is_meta
-        if is_readable and not bool(weight.detach().float().isfinite().all()):
-            return name
-    return None
-
-
-def join_linears(*linears: nn.Linear) -> nn.Linear:
-    """One layer with the outputs of all, concatenated."""
-    return make_linear(torch.cat([linear.weight for linear in linears]), _join_biases(linears))
-
-
-def merge_layers(
-    module: nn.Module, can_merge: Callable[[Any], bool], join: Callable[..., nn.Module] = join_linears
-) -> None:
-    """Merge the layers of a module that are called with the same tensor, in place.
-
-    can_merge: whether a layer may be merged. join: from such layers to the one that is called.
-    """
-    for parent in list(module.modules()):
-        for names in MERGED:
-            linears: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(map(can_merge, linears)) and len({(each.in_features, each.weight.dtype) for each in linears}) == 1:
-                merged = MergedLinear(linears, join)
-                for index, name in enumerate(names):
-                    setattr(parent, name, MergedPart(merged, index))
-
-
-class MergedLinear(nn.Module):
-    """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
-
-    def __init__(self, linears: Sequence[nn.Linear], join: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.layer = join(*linears)
-        self.sizes = [linear.out_features for linear in linears]
-        self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
-        self.eval()
-
-    def forward(self, inputs: Tensor, index: int) -> Tensor:
-        """The output of part `index`."""
-        last_inputs, outputs = self._last  # read once: another thread may run the same model
-        if inputs is not last_inputs:
-            outputs = self.layer(inputs).split(self.sizes, dim=-1)
-        is_last = index == len(self.sizes) - 1  # parts are called in order: free the outputs after the last one
-        self._last = (None, ()) if is_last else (inputs, outputs)
-        return outputs[index]
-
-
-class MergedPart(nn.Module):
-    """One part of a merged layer, in the place of its `nn.Linear`."""
-
-    def __init__(self, merged: MergedLinear, index: int) -> None:
-        super().__init__()
-        self.merged, self.index = merged, index
-        self.eval()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.merged(inputs, self.index)
-        return outputs
-
-    @property
-    def weight(self) -> Tensor:
-        """As that of the whole layer."""
-        whole: Any = self.merged.layer.weight
-        part: Tensor = whole.split(self.merged.sizes)[self.index]
-        return part
-
-
-def _join_biases(linears: Sequence[nn.Linear | StoredLayer]) -> Tensor | None:
-    """The layers' biases, concatenated: zeros for a layer without one, None if no layer has one."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
-    pairs = zip(linears, zeros, strict=True)
-    return torch.cat([zero if linear.bias is None else linear.bias.detach() for linear, zero in pairs])
-
-
-def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A frozen linear layer that shares these tensors."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear.eval()

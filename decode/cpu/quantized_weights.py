@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.cpu.native_ops import FLOAT_BLOCKS, Weight
-from decode.cpu.packed_linear import PackedLinear, StoredLayer, agree, make_linear
+from decode.cpu.packed_linear import PackedLinear, agree
+from decode.devices.transfer import waits
+from decode.weights.blocks import FLOAT_BLOCKS, StoredLayer, Weight
+from decode.weights.layers import make_linear
 
 GROUP = 32  # inputs of a block
 UNITS = 1024  # unit vectors that a layer takes at once
@@ -61,7 +63,7 @@ def find_halves(layer: Any) -> Weight | None:
 
     Layers that cannot be asked like that have none either: those of another device, and those that raise.
     """
-    if layer.qweight.device.type != "cpu":
+    if waits(layer.qweight):
         return None
     dtypes, bias = [torch.float16, torch.bfloat16], None
     try:
@@ -88,7 +90,7 @@ def find_blocks(layer: Any) -> Weight | None:
     scales = next((getattr(owner, name) for owner, name in places if hasattr(owner, name)), None)
     if not isinstance(weight, Tensor) or not isinstance(scales, Tensor):
         return None
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+    if weight.dtype != torch.float32 or waits(weight):
         return None
     return make_blocks(weight.detach() if type(weight) is nn.Parameter else weight.dequantize(), scales.detach())
 

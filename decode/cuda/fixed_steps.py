@@ -21,7 +21,6 @@ from decode.cuda.graph import tell_fault
 from decode.devices.graph import MOST_KEPT, Captured, forget_oldest, round_up
 from decode.devices.transfer import Upload
 from decode.kv_cache import KVCache
-from decode.models.grouped_attention import find_window
 from decode.models.stock_model import StockModel
 from decode.session import Session, Verdict
 from decode.trees.accept import pack
@@ -38,7 +37,7 @@ class FixedSteps:
     """The steps of a session: their KV cache, with more rows than needed, and their graphs.
 
     Prompts are read by sessions of their own, whose keys and values are copied. Attention sees all slots, or the
-    window that `find_window` finds. Checks of trees have a pool of their own, so that no step overwrites a checked one.
+    window that `Backend.find_window` finds. Checks of trees have a pool of their own, so that no step overwrites a checked one.
     """
 
     def __init__(self, target: StockModel, rows: int, layers: Sequence[int]) -> None:
@@ -83,10 +82,11 @@ class FixedSteps:
     def make_room(self, nodes: int, gains: bool = False) -> int:
         """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more.
 
-        Returns how many slots all nodes see without a mask. gains: see `find_window`.
+        Returns how many slots all nodes see without a mask. gains: whether seeing long texts like that is faster.
         """
         self.cache.grow(max(self.cache.lengths) + nodes)
-        seen, self.cache.used = find_window(self.cache.lengths, self.cache.capacity, nodes, gains)
+        capacity = self.cache.capacity
+        seen, self.cache.used = self._backend.find_window(self.cache.lengths, capacity, nodes) if gains else (0, capacity)
         return seen
 
     def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:

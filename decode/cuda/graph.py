@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 
 from decode.devices.graph import GraphPool, Result
-from decode.models.user_cache import print_notice
+from decode.devices.user_cache import print_notice
 
 _capturing = Lock()  # a capture begins by waiting for the device, which ends another one
 

@@ -2,34 +2,47 @@
 
 `Backend` describes any device. A folder `decode/TYPE` with a `backend.py` describes devices of that type better. It is
 found by its name, so that the core imports none, and another kind of device takes another folder alone.
+
+Shapes: B rows, N nodes, S slots of the KV cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.devices.graph import GraphPool
+
+MODES = ("auto", "packed", "compiled", "graphs", "off")
+NEEDS = {"compiled": "layers are compiled on a CPU", "graphs": "CUDA graphs need a CUDA device"}
 
 
 class Backend:
     """A device, used in the ways that any one allows.
 
     waits: reading a tensor makes the host wait for all that was launched before. pins: copies from and to pinned memory
-    go on while the host does. pass_tokens: of all rows, in a pass that reads prompts; fewer would not keep the device
-    busy. fixed_costs: the sizes and seconds of a cost curve for runs that measure none. default_dtype: of models.
+    go on while the host does. takes_blocks: weights stay in the blocks that files store them in. pass_tokens: of all
+    rows, in a pass that reads prompts; fewer would not keep the device busy. fixed_costs: the sizes and seconds of a
+    cost curve for runs that measure none. default_dtype: of models. attention: the function that models attend by, for
+    transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`. lacks:
+    modes of `accelerate` that it has not.
     """
 
-    waits = True
-    pins = False
+    waits, pins, takes_blocks = True, False, False
     pass_tokens = 8192
+    # Of a GPU: an estimate, not timed. While weights are read, there is time for the arithmetic of about 300 tokens.
     fixed_costs: tuple[Sequence[float], Sequence[float]] = (1, 64, 256, 512), (1.0, 1.1, 1.4, 2.4)
     default_dtype: str | torch.dtype = "auto"
+    attention: str | None = None
+    attend: Callable[..., Tensor] | None = None
+    lacks: tuple[str, ...] = "compiled", "graphs"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,6 +69,71 @@ class Backend:
         """What graphs share that are never replayed at the same time; None if the device has no graphs."""
         return None
 
+    def find_graph_fault(self, target: Any) -> str | None:
+        """Why steps of a target cannot be graphs; None if they can."""
+        return NEEDS["graphs"]
+
+    def open_steps(self, target: Any, rows: int, layers: Sequence[int]) -> Any:
+        """What makes the steps of a session, as graphs."""
+        raise NotImplementedError
+
+    def accelerate(self, model: Any, mode: str) -> None:
+        """Make a model fast, in place. Outputs stay the same up to rounding.
+
+        mode: one of `MODES`. "packed": layers and attention in the device's own forms. "compiled" and "graphs": these
+        are made too, see `compile` and `find_graph_fault`; "auto": where they are worth it. "off": nothing.
+
+        Raises ValueError if "compiled" or "graphs" is not possible.
+        """
+        if mode in self.lacks:
+            raise ValueError(f"{NEEDS[mode]}, and the model is on {self.device.type}; choose auto")
+        if mode != "off" and self.attention is not None and model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(self.attention)
+
+    def compile(self, target: Any, mode: str) -> bool:
+        """Compile the layers of a target's accelerated model, if the mode asks for it. Returns whether some are."""
+        return False
+
+    def pack_layers(self, module: nn.Module) -> None:
+        """Pack or merge the linear layers of a module, in place."""
+
+    def pack_linear(self, layer: nn.Linear) -> nn.Module:
+        """A linear layer, packed."""
+        return layer
+
+    def running(self, long_texts: bool = False) -> AbstractContextManager[None]:
+        """Where passes of models run. long_texts: of many tokens, and not for decoding: there, no token's result may
+        depend on how many others there are."""
+        return nullcontext()
+
+    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
+        """Where a flat pass runs, see `can_pass_flat`. counts [B]: of each row's nodes."""
+        raise NotImplementedError
+
+    def can_pass_flat(self, model: Any) -> bool:
+        """Whether an accelerated model might take the tokens of all rows as one row, without padding."""
+        return False
+
+    def needs_masks(self, model: Any) -> bool:
+        """Whether prompts need masks, too. Else the model's own code hides later tokens."""
+        return False
+
+    def sees_texts_whole(self, dtype: torch.dtype, size: int) -> bool:
+        """Whether long texts are faster seen without a mask, by heads of a size."""
+        return False
+
+    def count_seen(self, lengths: Sequence[int]) -> int:
+        """The slots of texts of these lengths that all nodes should see without a mask; 0 if texts are short."""
+        return 0
+
+    def find_window(self, lengths: Sequence[int], capacity: int, more: int) -> tuple[int, int]:
+        """The slots that all nodes see without a mask, and those in all that they see, for steps of fixed shape.
+
+        lengths: of the texts; `more` slots follow the longest, of `capacity`. Both numbers change rarely, because each
+        takes graphs of its own.
+        """
+        return 0, capacity
+
 
 @cache
 def find_backend(device: torch.device) -> Backend:
@@ -64,3 +142,9 @@ def find_backend(device: torch.device) -> Backend:
         return Backend(device)
     backend: Backend = import_module(f"decode.{device.type}.backend").BACKEND(device)
     return backend
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError for anything but one of `MODES`."""
+    if mode not in MODES:
+        raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
+from decode.costs import CostCurve, Costs
 from decode.hf.arguments import (
     drop_ignored,
     find_generate_argument,
@@ -29,7 +30,6 @@ from decode.hf.outputs import make_output
 from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts, refuse_prompts
 from decode.models.compatibility import refuse_unsupported
-from decode.models.cost_curve import CostCurve
 from decode.proposer import Proposer, as_proposer, check_proposer
 from decode.request import read_requests
 from decode.requests.answer import Chunk
@@ -158,7 +158,7 @@ def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | 
             kept.model = None  # otherwise the dictionary's value would keep its key alive
     if deterministic:
         target = copy(target)
-        target.deterministic, target._cost_curves = deterministic, {}
+        target.costs = Costs(deterministic)
     return target
 
 

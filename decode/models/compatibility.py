@@ -6,12 +6,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
+
+from decode.devices.attention import OWN
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # each token sees a few others, which an index chooses
@@ -22,7 +25,7 @@ ATTENDING = {
     "hybrid": FULL,
     "hybrid_sliding": SLIDING,
 }  # of recurrent models
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", "draftless_grouped_sdpa")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 CACHE_NAMES = "cache", "past_key_values"  # of the KV cache in transformers: since 5.24, and before
 TRAINING = "the model is in training mode, where dropout changes its logits; call model.eval() first"
 
@@ -95,9 +98,10 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     ):
         if is_refused:
             raise ValueError(f"{name} {reason}")
-    if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
+    attention = config._attn_implementation
+    if attention not in ATTENTION_IMPLEMENTATIONS and not str(attention).startswith(OWN):
         raise ValueError(
-            f"attention implementation {config._attn_implementation!r} takes no tree mask; load the model with "
+            f"attention implementation {attention!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"
         )
 
@@ -166,7 +170,7 @@ class AttentionWindow:
     window: int | None = None
     chunk: int | None = None
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         return self.window is None and self.chunk is None
 

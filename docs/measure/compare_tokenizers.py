@@ -20,8 +20,8 @@ from typing import Any
 
 import llama_cpp
 
-from decode.models.gguf.file import GgufFile
-from decode.models.gguf.tokenizer import CONTROL, USER_DEFINED, Vocabulary, make_tokenizer
+from decode.weights.gguf.file import GgufFile
+from decode.weights.gguf.tokenizer import CONTROL, USER_DEFINED, Vocabulary, make_tokenizer
 from scripts.benchmark.files import find_commit
 
 TEXTS, SHOWN = 3000, 3

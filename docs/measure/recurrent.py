@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from decode import Session, Target, Tree, generate
-from decode.models.cost_curve import fill, random_chain, time_pass
+from decode.costs import fill, random_chain, time_pass
 from decode.session import run_through
 from proposers import NGramProposer
 from scripts.benchmark.files import find_commit

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode import Target
-from decode.cpu.acceleration import accelerate as accelerate_model
 from decode.models.cut_model import cut_model
 from decode.models.loading import load_model
 
@@ -39,12 +38,14 @@ def load_draft_model(
     deterministic = settings.pop("deterministic", False)
     if layers is None and tokens is None:
         return Target.load(name, accelerate=accelerate, deterministic=deterministic, **settings)
-    model, tokenizer = load_model(name, accelerate="off", **settings)
+    model, tokenizer = load_model(name, **settings)
     if layers is not None:
         model = cut_model(model, range(layers))
     if tokens is not None:
         keep_outputs(model, torch.tensor(tokens))
-    return Target(accelerate_model(model, accelerate), tokenizer, deterministic=deterministic)
+    target = Target.take_over(model, tokenizer, accelerate=accelerate, deterministic=deterministic)
+    target.output_tokens = None if tokens is None else torch.tensor(tokens)
+    return target
 
 
 def read_draft_tokens(folder: Path) -> list[int] | None:
@@ -81,5 +82,4 @@ def keep_outputs(model: PreTrainedModel, tokens: torch.Tensor) -> None:
     if bias is not None:
         smaller.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
     model.set_output_embeddings(smaller.train(output.training))
-    model.output_tokens = tokens
     model.config.get_text_config(decoder=True).tie_word_embeddings = model.config.tie_word_embeddings = False

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from decode import Sampling, Step, Target, Tree
-from decode.models.user_cache import print_notice
+from decode.devices.user_cache import print_notice
 from decode.trees.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.trees.sampling import for_groups
 from proposers.calibration import Calibration
@@ -123,7 +123,7 @@ class DraftProposer(TreeProposer):
         Logits processors need the target's tokens, and get those that both have. So does a model with a part of its
         outputs.
         """
-        is_part = hasattr(self.draft_model.model, "output_tokens")
+        is_part = self.draft_model.output_tokens is not None
         if self._map is None or is_part or any(sampling.processors for sampling in step.samplings):
             return super()._search(step, levels, most, start)
         draft = super()._search(step, levels, most, self._start_own)

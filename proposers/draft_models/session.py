@@ -139,7 +139,7 @@ class DraftSession:
         if listed is not None:
             known = torch.isin(columns, torch.tensor(listed))
             columns, tokens = columns[known], tokens[known]
-        if (outputs := getattr(self.draft.model, "output_tokens", None)) is not None:
+        if (outputs := self.draft.output_tokens) is not None:
             columns = torch.searchsorted(outputs, columns)
         self.columns, self.tokens = columns.to(device), tokens.to(device)
 

@@ -72,7 +72,7 @@ class StagedProposer:
                 f"a staged draft model needs the target's tokenizer and outputs; it has {draft.vocabulary} tokens, the "
                 f"target {size}"
             )
-        if hasattr(draft.model, "output_tokens"):
+        if draft.output_tokens is not None:
             raise ValueError("a staged draft model needs all its outputs: load_draft_model(name, whole=True)")
         if self.width > size:
             raise ValueError(f"width is {self.width}, more than the {size} tokens that there are")

@@ -161,7 +161,7 @@ def _load_stock(target: Target, options: ModelOptions, temperature: float) -> Pr
     Of its generation config only the end tokens are kept: penalties or top-k would give peers another distribution than
     the project's loop.
     """
-    model, tokenizer = load_model_only(options, "off")
+    model, tokenizer = load_model_only(options)
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
@@ -175,7 +175,7 @@ def _make_peer(
     """Hugging Face's `generate`, which keeps nothing between calls."""
     settings = PEERS[named.name] | named.options
     if assistant := settings.pop("draft_model", None):
-        settings["assistant_model"], other = load_model_only(replace(options, model=assistant), "off")
+        settings["assistant_model"], other = load_model_only(replace(options, model=assistant))
         if tokenizer is not None and fingerprint_vocabulary(other) != fingerprint_vocabulary(tokenizer):
             settings |= {"tokenizer": tokenizer, "assistant_tokenizer": other}  # its "universal assisted decoding"
     return lambda _: partial(ask_peer, stock, settings)

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Target
-from decode.models.cost_curve import fill, random_chain, time_pass
+from decode.costs import fill, random_chain, time_pass
 from scripts.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
 from scripts.shared.options import ModelOptions, load_target
 from scripts.shared.results import to_markdown

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from decode import Stats, Target, stream
+from decode.devices.user_cache import print_notice, working_folder
 from decode.models.loading import load_model
-from decode.models.user_cache import print_notice, working_folder
 from heads.checkpoint import load_head
 from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
@@ -111,7 +111,7 @@ def serve_head(
     if not model.endswith(".gguf"):
         return _serve_head(folder, kind, speculation, target, python, model)
     with working_folder() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
-        whole, tokenizer = load_model(model, dtype=target.dtype, accelerate="off")
+        whole, tokenizer = load_model(model, dtype=target.dtype)
         whole.save_pretrained(unpacked)
         tokenizer.save_pretrained(unpacked)
         del whole

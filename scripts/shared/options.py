@@ -6,14 +6,14 @@ import argparse
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 import transformers
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
-from decode.cpu.acceleration import MODES
+from decode.devices.backend import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.requests.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
@@ -125,15 +125,15 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
 
 def load_target(options: ModelOptions) -> Target:
     """The model, accelerated, as a target. Raises ValueError if it cannot be loaded."""
-    return Target(*load_model_only(options), deterministic=options.deterministic)
-
-
-def load_model_only(options: ModelOptions, accelerate: str | None = None) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model and its tokenizer; `accelerate` replaces the option. Raises ValueError if it cannot be loaded."""
-    settings = asdict(options if accelerate is None else replace(options, accelerate=accelerate))
-    del settings["deterministic"]
+    settings = asdict(options)
     with _loading():
-        return load_model(settings.pop("model"), **settings)
+        return Target.load(settings.pop("model"), **settings)
+
+
+def load_model_only(options: ModelOptions) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model as it is, and its tokenizer. Raises ValueError if it cannot be loaded."""
+    with _loading():
+        return load_model(options.model, dtype=options.dtype, device=options.device, device_map=options.device_map)
 
 
 def load_draft(options: ModelOptions, layers: int | None = None, whole: bool = False) -> Target:

@@ -25,8 +25,8 @@ from torch import distributed
 
 import decode.stats
 from decode import Proposer, Target, generate, speculate
-from decode.models import timed_model
-from decode.models.cost_curve import CostCurve
+from decode import costs as timed_model
+from decode.costs import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, merged, tree_proposer
 from tests.support.commands import run_module
 from tests.support.drafting import Recorder, make_head

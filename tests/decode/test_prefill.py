@@ -14,7 +14,6 @@ from torch import Tensor
 from decode import Target, generate
 from decode import session as session_module
 from decode.devices.backend import Backend, find_backend
-from decode.models.compatibility import AttentionWindow
 from decode.session import CHUNK, MASK_BYTES, choose_chunk, run_through
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head
@@ -38,7 +37,7 @@ def test_prompts_are_read_as_by_transformers(kind: str, chunk: int, monkeypatch:
     target, prompts = Target(tiny(kind)), make_prompts(LENGTHS)
     expected = [target.model(torch.tensor([prompt]), output_hidden_states=True) for prompt in prompts]
     for needs_masks in (False, True):
-        monkeypatch.setattr(Target, "needs_masks", needs_masks)
+        target.needs_masks = needs_masks
         with torch.inference_mode():
             logits, features = run_through(target.open(len(prompts), [1, -1]).read(prompts))
         assert features is not None
@@ -67,7 +66,8 @@ def test_the_first_pass_has_no_mask(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_passes_are_as_long_as_the_device_pays() -> None:
     def choose(device: str, rows: int, longest: int, dtype: torch.dtype = torch.bfloat16, **others: Any) -> int:
         shape = SimpleNamespace(num_attention_heads=8, num_key_value_heads=others.pop("groups", 8))
-        others = {"sees_texts_whole": False, "windows": {"": AttentionWindow()}} | others
+        facts = SimpleNamespace(sees_all=others.pop("sees_all", True))
+        others = {"sees_texts_whole": False, "facts": facts} | others
         target: Any = SimpleNamespace(backend=find_backend(torch.device(device)), dtype=dtype, config=shape, **others)
         return choose_chunk(target, rows, longest)
 
@@ -78,8 +78,7 @@ def test_passes_are_as_long_as_the_device_pays() -> None:
     assert choose("cuda", 4, 2000) == 2048
     assert choose("cuda", 16, 100_000, torch.float32) == CHUNK
     assert choose("cuda", 1, 32_768, sees_texts_whole=True) == Backend.pass_tokens  # without a mask
-    windows = {"": AttentionWindow(window=512)}
-    assert choose("cuda", 1, 32_768, sees_texts_whole=True, windows=windows) == 4096
+    assert choose("cuda", 1, 32_768, sees_texts_whole=True, sees_all=False) == 4096
 
 
 def make_proposer(name: str, target: Target) -> Any:

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def target(save_model: Callable[..., Path]) -> Target:
-    return Target(*load_model(save_model(), dtype="float64", accelerate="off"))
+    return Target(*load_model(save_model(), dtype="float64"))
 
 
 def test_a_store_of_another_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:

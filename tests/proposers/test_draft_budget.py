@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import Target, generate, stream
-from decode.models.cost_curve import CostCurve
+from decode.costs import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget, chain_time

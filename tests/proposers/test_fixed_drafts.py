@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from decode import Target
-from decode.cpu.packed_linear import MergedPart, merge_layers
 from decode.devices import graph
+from decode.weights.layers import MergedPart, merge_layers
 from heads import LayerCache
 from proposers import fast_heads
 from proposers.eagle import EagleDrafter, FixedEagleDrafter

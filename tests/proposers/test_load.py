@@ -199,7 +199,7 @@ def test_a_head_that_cannot_draft_is_refused_without_a_warning_that_it_drafts(
     target: Target, heads: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Fewer draft tokens may be accepted if the head's target had other weights: that is told of a head that works."""
-    monkeypatch.setattr(target.model, "weights_fingerprint", "x", raising=False)
+    monkeypatch.setattr(target, "_fingerprint", "x")
     for kind, settings in (("medusa", {}), ("wide", {"hidden_size": 48})):
         head = make_head("medusa", Target(tiny("llama", **settings)))
         head.config = replace(head.config, target_weights="y")

@@ -11,8 +11,8 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import Sampling, Step, Target, Tree
+from decode.costs import CostCurve
 from decode.devices.transfer import Upload
-from decode.models.cost_curve import CostCurve
 from proposers import DraftProposer, NGramProposer
 from tests.support.drafting import fix_cost
 

@@ -15,9 +15,9 @@ import torch
 from gguf import GGMLQuantizationType as Form
 
 from decode import Target, generate
+from decode import costs as timed_model
+from decode.costs import CostCurve
 from decode.cpu.backend import CpuBackend
-from decode.models import timed_model
-from decode.models.cost_curve import CostCurve
 from scripts import bench
 from scripts.benchmark import files, measurement, passes
 from scripts.benchmark.files import describe_weights, find_commit, name_numbers

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from decode import Target, generate
 from decode.models.fingerprint import fingerprint_weights
-from decode.models.gguf import description
+from decode.weights.gguf import description
 from heads import PRETRAINED, save_head
 from scripts import check
 from scripts.checking import serving
@@ -131,7 +131,7 @@ def test_a_gguf_file_is_served_unpacked(tmp_path: Path, monkeypatch: pytest.Monk
     write_model("llama", tmp_path / "m.gguf")
     target = Target.load(tmp_path / "m.gguf", accelerate="packed")
     served, _ = serving.serve_head(tmp_path, "eagle3", {}, target, sys.executable)
-    assert fingerprint_weights(served) == target.model.weights_fingerprint
+    assert fingerprint_weights(served) == target.weights_fingerprint
 
 
 def test_each_draft_is_counted_once(target: Target, head: Path, agreeing: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import scripts.train
 from decode import Target
 from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
@@ -92,8 +91,8 @@ def test_the_files_of_a_training(place: Path, trained: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(trained / "model.safetensors").values())
     target = Target.load(place, dtype="float64")
     with warnings.catch_warnings(action="error"):
-        assert load_draft_head(trained, target).config.target_weights == target.model.weights_fingerprint
-    target.model.weights_fingerprint = "x"
+        assert load_draft_head(trained, target).config.target_weights == target.weights_fingerprint
+    target._fingerprint = "x"
     with pytest.warns(UserWarning, match="with other weights than this target's"):
         load_draft_head(trained, target)
 
@@ -242,9 +241,9 @@ def test_another_model_at_the_same_path_is_refused(
     assert call(*SHORT, *cache, out=tmp_path / "first").status == 0
     other_texts = call(*SHORT, *cache, "--max-length", "20", out=tmp_path / "third")
     refuse(other_texts, "cache were made with other data; choose another folder")
-    real = scripts.train.describe_model
+    real: Any = Target.fingerprints.fget
     other = {"weights": "x", "template": "y"}
-    monkeypatch.setattr(scripts.train, "describe_model", lambda *model: real(*model) | other)
+    monkeypatch.setattr(Target, "fingerprints", property(lambda target: real(target) | other))
     message = f"the model's weights and chat template changed since the training in {out} was begun; give another --out"
     refuse(call(*SHORT, "--resume", out=out), message)
     refused = call(*SHORT, *cache, out=tmp_path / "second")

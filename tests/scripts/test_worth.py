@@ -7,7 +7,7 @@ import time
 import pytest
 
 from decode import Stats, Step, Target, Tree
-from decode.models.cost_curve import CostCurve
+from decode.costs import CostCurve
 from decode.stats import Seconds
 from proposers import NGramProposer
 from scripts.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, estimate_speed, find_worth

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode import Proposer, Step, Target, Tree
-from decode.models.cost_curve import CostCurve
+from decode.costs import CostCurve
 from heads import HEADS, LayerConfig, choose_features
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)

@@ -12,8 +12,8 @@ import torch
 from gguf import GGMLQuantizationType as Form
 from torch import Tensor, nn
 
-from decode.cpu.native_ops import FLOAT_BLOCKS
-from decode.models.gguf.file import GgufFile
+from decode.weights.blocks import FLOAT_BLOCKS
+from decode.weights.gguf.file import GgufFile
 from tests.support.models import VOCABULARY, tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode import Proposer, Session, Target, generate
-from decode.cpu.acceleration import accelerated_copy
+from decode import Proposer, Target, generate
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
-from decode.models.stock_model import StockModel
 from proposers import NGramProposer
 from tests.decode.cpu.test_packed import use_onednn
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree, draw_prompts
@@ -73,18 +71,18 @@ def test_greedy_tokens_are_those_of_the_plain_model(
 def test_bfloat16_logits_are_as_exact_as_those_of_the_plain_model(name: str, mode: str, exported: list[str]) -> None:
     """Compared with the same weights in float64, over trees. Experts that are chosen by a hair give outliers."""
     model = tiny(name, dtype=torch.bfloat16)
-    exact = read_logits(tiny(name, dtype=torch.bfloat16).double())
-    plain, fast = (read_logits(accelerated_copy(model, each)) for each in ("off", mode))
+    exact = read_logits(Target(tiny(name, dtype=torch.bfloat16).double()))
+    plain, fast = (read_logits(Target(model, accelerate=each)) for each in ("off", mode))
     errors = [(logits - exact).abs().median() / exact.std() for logits in (plain, fast)]
     assert errors[1] < 1.5 * errors[0] + 0.002
     assert (plain - fast).abs().median() / exact.std() < 0.1
 
 
-def read_logits(model: PreTrainedModel) -> Tensor:
+def read_logits(target: Target) -> Tensor:
     """The logits of two trees after prompts of different lengths, alone and in a batch."""
     prompts, found = draw_prompts(), []
     for rows in ([0], [0, 1, 2, 3]):
-        session = Session(StockModel(model), len(rows))
+        session = target.open(len(rows))
         session.extend([prompts[row] for row in rows])
         is_chain = session.target.is_recurrent
         for _ in range(2):

@@ -22,12 +22,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode import Target
-from decode.cpu import acceleration, build_cache, compiled_layers, layer_kernel
-from decode.cpu.acceleration import accelerate
+from decode.cpu import backend, build_cache, compiled_layers, layer_kernel
 from decode.cpu.build_cache import build_once, is_whole
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.layer_kernel import LayerCall, describe_module, name_kernel
-from decode.models.user_cache import working_folder
+from decode.devices import user_cache
+from decode.devices.user_cache import working_folder
 from tests.support.models import needs_compiler, tiny
 
 
@@ -212,7 +212,7 @@ def test_a_start_tells_once_that_it_compiles_or_that_it_cannot(
 def test_a_failure_is_remembered_and_retried_on_request(
     compiled: Mock, kernel_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(acceleration, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(backend, "WORTH_COMPILING", 0)
     with monkeypatch.context() as patch:
         patch.setattr(layer_kernel, "build_library", Mock(side_effect=RuntimeError("no headers")))
         for mode, count in (("auto", 1), ("auto", 1), ("compiled", 2), ("auto", 2)):
@@ -281,7 +281,7 @@ def test_an_edited_comment_does_not_recompile_and_an_edited_computation_does(
         (tmp_path / "edited_layer.py").write_text(code)
         sys.modules.pop("edited_layer", None)
         layer_kernel._digest_code.cache_clear()
-        return build_cache.digest(describe_module(importlib.import_module("edited_layer").Layer()))
+        return user_cache.digest(describe_module(importlib.import_module("edited_layer").Layer()))
 
     code = "from torch import nn\n\nclass Layer(nn.Module):\n    def forward(self, x):\n        return x * 2\n"
     assert describe(code) == describe(code) == describe(f"# A comment.\n\n{code}")
@@ -290,7 +290,7 @@ def test_an_edited_comment_does_not_recompile_and_an_edited_computation_does(
 
 def test_layers_of_a_kind_share_a_name_after_they_ran() -> None:
     """Merged layers keep their last input; some models call the parts in another order."""
-    model = accelerate(tiny("llama", dtype=torch.float32), "packed")
+    model = Target(tiny("llama", dtype=torch.float32), accelerate="packed").model
     layer, ids = model.model.layers[0], torch.tensor([[3, 4]])
     described = describe_module(layer)
     model(ids)
@@ -299,9 +299,9 @@ def test_layers_of_a_kind_share_a_name_after_they_ran() -> None:
 
 
 def test_models_that_cannot_run_the_trials_are_left_alone(compiled: Mock) -> None:
-    model = accelerate(tiny("llama", dtype=torch.float32, vocab_size=8), "packed")  # the trials use tokens up to 17
-    compile_layers(model)
-    assert not compiled.called and not compiled_layers.compiled_layers(model)
+    target = Target(tiny("llama", dtype=torch.float32, vocab_size=8), accelerate="packed")
+    compile_layers(target)  # the trials use tokens up to 17
+    assert not compiled.called and not compiled_layers.compiled_layers(target.model)
 
 
 def test_the_sources_of_the_ops_are_part_of_the_package() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode import Target, generate
-from decode.cpu import acceleration, compiled_layers
-from decode.cpu.acceleration import accelerate, accelerated_copy
+from decode.cpu import backend, compiled_layers
 from decode.cpu.compiled_layers import CompiledLayer
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.packed_linear import PackedLinear
@@ -104,7 +103,7 @@ def test_a_kernel_serves_all_numbers_of_rows_nodes_and_slots(exported: list[str]
 def test_compiled_layers_share_the_models_tensors_and_are_freed_with_it(exported: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm.weight
-    accelerate(model, "compiled")
+    Target.take_over(model, accelerate="compiled")
     first, second = layers_of(model)
     assert (first.number, second.number) == (0, 1)
     for shared in (norm, model.model.layers[1].mlp.down_proj.packed):
@@ -127,17 +126,17 @@ def test_layers_with_a_wrong_kernel_stay_packed(
     change: Callable[[Tensor], Tensor], exported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_kernels(monkeypatch, change)
-    model = accelerate(tiny("llama", dtype=torch.float32), "compiled")
+    model = Target.take_over(tiny("llama", dtype=torch.float32), accelerate="compiled").model
     assert exported and not layers_of(model) and isinstance(model.model.layers[0].self_attn.o_proj, PackedLinear)
 
 
 def test_a_wrong_kernel_is_noticed_despite_huge_states(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", dtype=torch.float32)
     model.get_input_embeddings().weight.data[:, 0] = 1e4  # as in real models; layers add little to such states
-    assert layers_of(accelerated_copy(model, "compiled"))
+    assert layers_of(Target(model, accelerate="compiled").model)
     compiled_layers._LOADED.clear()
     change_kernels(monkeypatch, lambda states: states + 0.01)
-    assert not layers_of(accelerated_copy(model, "compiled"))
+    assert not layers_of(Target(model, accelerate="compiled").model)
 
 
 def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
@@ -145,7 +144,7 @@ def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
     monkeypatch.setattr(compiled_layers, "_find_cache_layer", lambda layer: 1 - layer.self_attn.layer_idx)
-    assert not layers_of(accelerate(model, "compiled"))
+    assert not layers_of(Target.take_over(model, accelerate="compiled").model)
 
 
 def test_features_are_those_of_the_plain_model(exported: list[str]) -> None:
@@ -166,7 +165,7 @@ def test_hooks_and_other_forwards_are_kept(exported: list[str]) -> None:
     first.mlp.forward = lambda inputs: seen.append("forward") or original(inputs)
     second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
     third.register_forward_hook(lambda *_: seen.append("hook"))
-    accelerate(model, "compiled")
+    Target.take_over(model, accelerate="compiled")
     assert [layer.number for layer in layers_of(model)] == [2]
     target = Target(model)
     seen.clear()
@@ -218,14 +217,14 @@ def test_models_that_cannot_be_compiled_are_refused() -> None:
     with pytest.raises(ValueError, match="nothing to compile"):
         Target(tiny("llama"), accelerate="compiled")  # in float64
     with pytest.raises(ValueError, match="packed already"):
-        Target(accelerate(tiny("llama", dtype=torch.float32)), accelerate="compiled")
+        Target(Target(tiny("llama", dtype=torch.float32), accelerate="packed").model, accelerate="compiled")
 
 
 def test_auto_compiles_large_models(exported: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", dtype=torch.float32)
     size = sum(part.weight.nbytes for part in model.modules() if isinstance(part, nn.Linear))
     for worth, compiled in ((size + 1, False), (size, True)):
-        monkeypatch.setattr(acceleration, "WORTH_COMPILING", worth)
+        monkeypatch.setattr(backend, "WORTH_COMPILING", worth)
         assert Target(model, accelerate="auto").compiled == compiled
         assert not Target(model).compiled and not Target(model, accelerate="packed").compiled
         assert Target(model, accelerate="compiled").compiled

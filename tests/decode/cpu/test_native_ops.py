@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decode import Target
 from decode.cpu import build_cache
-from decode.cpu.acceleration import accelerated_copy
-from decode.cpu.native_ops import Weight, load_native_ops, pack, passing_flat
+from decode.cpu.native_ops import load_native_ops, pack, passing_flat
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
+from decode.weights.blocks import Weight
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
 
@@ -301,7 +302,7 @@ def test_without_the_ops_onednn_packs_layers(
     model, ids = tiny("llama", dtype=torch.float32), torch.tensor([[5, 6, 7]])
     refusal = f"kernels cannot be compiled here ({found}); they need a C++ compiler such as g++"
     with pytest.raises(ValueError, match=f"^{re.escape(refusal)}"):
-        accelerated_copy(model, "compiled")
-    packed = accelerated_copy(model, "auto")
+        Target(model, accelerate="compiled")
+    packed = Target(model, accelerate="auto").model
     assert type(packed.lm_head) is OneDnnLinear and type(model.lm_head) is nn.Linear
     assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)

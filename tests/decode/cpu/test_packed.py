@@ -10,20 +10,16 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Target, generate
-from decode.cpu import acceleration, packed_linear
-from decode.cpu.acceleration import accelerate, accelerated_copy
+from decode.cpu import attention, backend, packed_linear
+from decode.cpu.attention import grouped_attention
 from decode.cpu.packed_linear import (
-    MergedLinear,
-    MergedPart,
     OneDnnLinear,
-    PackedLayer,
     PackedLinear,
     can_pack,
     pack_linear,
 )
-from decode.models import grouped_attention
 from decode.models.fingerprint import fingerprint_weights
-from decode.models.grouped_attention import grouped_sdpa
+from decode.weights.layers import MergedLinear, MergedPart, PackedLayer
 from proposers import MedusaProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import needs_compiler, tiny
@@ -35,7 +31,7 @@ has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_b
 
 def use_onednn(monkeypatch: pytest.MonkeyPatch, reason: str = "no compiler") -> None:
     """Do as if the ops could not be compiled."""
-    for module in (acceleration, grouped_attention, packed_linear):
+    for module in (backend, attention, packed_linear):
         monkeypatch.setattr(module, "load_native_ops", lambda: reason)
 
 
@@ -106,7 +102,7 @@ def test_sizes_that_are_no_multiples_of_anything(form: type[nn.Module], dtype: t
     sizes = {"vocab_size": 101, "hidden_size": 27, "intermediate_size": 33, "head_dim": 6, "num_attention_heads": 3}
     biases = {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": tied}
     model = tiny("llama", dtype=dtype, **sizes, **biases)
-    packed, ids = accelerated_copy(model, "packed"), torch.arange(33).view(3, 11)
+    packed, ids = Target(model, accelerate="packed").model, torch.arange(33).view(3, 11)
     assert isinstance(packed.lm_head, PackedLayer)
     expected, found = (each(ids).logits.float() for each in (model, packed))
     assert (expected - found).abs().max() < (1e-4 if dtype == torch.float32 else 0.2) * expected.std()
@@ -123,7 +119,7 @@ def test_a_packed_model_in_another_dtype_is_right_or_fails(
     form: type[nn.Module], before: torch.dtype, after: torch.dtype
 ) -> None:
     model = tiny("llama", dtype=before, vocab_size=101)
-    packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7, 8]])
+    packed, ids = Target(model, accelerate="packed").model, torch.tensor([[5, 6, 7, 8]])
     packed = packed.to(after)  # shares tensors with the model, which changes too
     expected = tiny("llama", dtype=before, vocab_size=101).to(after)(ids).logits.float()
     if form is OneDnnLinear and isinstance(packed.lm_head, PackedLayer):  # some CPUs have no bfloat16 matrix kernels
@@ -138,7 +134,7 @@ def test_a_packed_model_in_another_dtype_is_right_or_fails(
 def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
     """They take effect only in part: norms and embeddings are shared."""
     model = tiny("llama", dtype=torch.float32)
-    packed, ids = accelerated_copy(model, "packed"), torch.tensor([[5, 6, 7]])
+    packed, ids = Target(model, accelerate="packed").model, torch.tensor([[5, 6, 7]])
     assert packed.model.embed_tokens.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
     before = packed(ids).logits
     model.model.layers[0].mlp.down_proj.weight.data.zero_()
@@ -148,11 +144,11 @@ def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
 
 
 def test_dense_weights_are_freed_and_packed_ones_not_packed_again() -> None:
-    model = accelerate(tiny("llama", dtype=torch.float32, tie_word_embeddings=True))
+    model = Target.take_over(tiny("llama", dtype=torch.float32, tie_word_embeddings=True), accelerate="auto").model
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
-    assert accelerated_copy(model, "auto") is model is accelerate(model)
     target = Target(model, accelerate="auto")
+    assert target.model is model
     proposer = MedusaProposer(make_head("medusa", target)).prepare(target)
     packed = proposer.head
     assert proposer.prepare(target).head is packed
@@ -162,7 +158,7 @@ def test_what_cannot_be_packed_is_left_alone() -> None:
     assert not can_pack(nn.Linear(4, 4, dtype=torch.float64))
     assert not can_pack(nn.Linear(4, 4, device="meta"))
     assert not can_pack(nn.Embedding(4, 4))
-    model = accelerate(tiny("llama"))
+    model = Target(tiny("llama"), accelerate="auto").model
     assert type(model.lm_head) is nn.Linear
 
 
@@ -172,7 +168,7 @@ def test_a_padding_mask_still_works_on_a_packed_model() -> None:
     ids = torch.tensor([[0, 0, 5, 6], [3, 4, 5, 6]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     stock = model(ids, attention_mask=mask).logits[:, 2:]
-    packed = accelerated_copy(model, "auto")(ids, attention_mask=mask).logits[:, 2:]
+    packed = Target(model, accelerate="auto").model(ids, attention_mask=mask).logits[:, 2:]
     assert torch.allclose(stock, packed, atol=1e-5)
 
 
@@ -185,7 +181,7 @@ def test_grouped_attention_has_the_gradients_of_transformers(place: int) -> None
     states = [torch.randn(1, heads, 5, 8) for heads in (4, 2, 2)]
     mask = torch.zeros(1, 1, 5, 5).masked_fill_(torch.ones(5, 5).triu(1) > 0, torch.finfo(torch.float32).min)
     gradients: list[Tensor] = []
-    for attend in (sdpa_attention_forward, grouped_sdpa):
+    for attend in (sdpa_attention_forward, grouped_attention):
         parts = [part.clone().requires_grad_(index == place) for index, part in enumerate(states)]
         attend(module, *parts, mask)[0].square().sum().backward()
         assert parts[place].grad is not None
@@ -204,7 +200,7 @@ def test_quantized_weights_keep_their_own_product() -> None:
     layer = target.model.model.layers[0]
     assert type(layer.mlp.down_proj) is type(layer.self_attn.q_proj) is nn.Linear
     assert isinstance(layer.self_attn.o_proj, PackedLinear)
-    assert target.model.weights_fingerprint == fingerprint_weights(plain)
+    assert target.weights_fingerprint == fingerprint_weights(plain)
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     expected = plain.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
     assert generate(target, prompt.tolist(), "ngram", max_new_tokens=12)[0].tokens == expected

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode import Target, generate
-from decode.cpu.native_ops import FLOAT_BLOCKS, pack, unpack
-from decode.cpu.packed_linear import MergedPart, PackedLinear
+from decode.cpu.native_ops import pack, unpack
+from decode.cpu.packed_linear import PackedLinear
 from decode.cpu.quantized_weights import find_stored, make_blocks
+from decode.weights.blocks import FLOAT_BLOCKS
+from decode.weights.layers import MergedPart
 from tests.support.models import needs_compiler, tiny
 from tests.support.quantized import HiddenLayer, Quantized, round_to
 

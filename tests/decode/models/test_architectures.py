@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 import decode.session
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.models.compatibility import AttentionWindow
-from decode.models.stock_model import StockModel
+from decode.models.compatibility import AttentionWindow, attention_windows
+from decode.models.facts import find_context
 from decode.trees.masks import tree_masks
 from proposers import HEAD_PROPOSERS, DraftProposer, EagleProposer, HydraProposer, NGramProposer
 from tests.support.drafting import make_head, tree_of_paths
@@ -253,15 +253,17 @@ def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
 
 
 def test_windows_are_those_that_the_model_applies() -> None:
-    assert Target(tiny("llama", sliding_window=CONTEXT)).windows == {"full_attention": AttentionWindow()}
-    assert Target(tiny("mistral", sliding_window=WINDOW)).windows == {"full_attention": AttentionWindow(window=WINDOW)}
-    assert Target(tiny("mistral", sliding_window=None)).windows == {"full_attention": AttentionWindow()}
+    assert attention_windows(tiny("llama", sliding_window=CONTEXT)) == {"full_attention": AttentionWindow()}
+    assert attention_windows(tiny("mistral", sliding_window=WINDOW)) == {
+        "full_attention": AttentionWindow(window=WINDOW)
+    }
+    assert attention_windows(tiny("mistral", sliding_window=None)) == {"full_attention": AttentionWindow()}
 
 
 def test_the_context_ends_where_logits_depend_on_more_than_the_path() -> None:
     assert Target(tiny("llama")).context == CONTEXT
     assert Target(tiny("phi3 longrope")).context == 64
-    assert StockModel(tiny("llama4_text", max_position_embeddings=1 << 20)).context < 8192
+    assert find_context(tiny("llama4_text", max_position_embeddings=1 << 20)) < 8192
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "phi3 longrope"])

@@ -167,7 +167,7 @@ def test_missing_packages_are_named_before_any_work(cache, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_looking_for_pip_leaves_setuptools_importable():
     """torch's compilers import setuptools; see `is_installed`."""
-    code = "from decode.models.gguf.description import is_installed; assert is_installed('pip'); import setuptools"
+    code = "from decode.weights.gguf.description import is_installed; assert is_installed('pip'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -20,10 +20,10 @@ from filelock import FileLock
 import scripts.calibrate
 import scripts.check
 from decode import Target, generate
+from decode.devices.user_cache import remove, scratch, user_cache
 from decode.models.default_model import download
-from decode.models.gguf.file import GgufFile
 from decode.models.loading import load_model
-from decode.models.user_cache import remove, scratch, user_cache
+from decode.weights.gguf.file import GgufFile
 from heads import load_head
 from tests.support.training_runs import train
 
@@ -72,7 +72,7 @@ def _join(source: Path, file: Path) -> None:
 def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
     target = Target.load(file)
     assert len({part.form for part in GgufFile.open(file).tensors.values()}) == 5
-    stock, _ = load_model(file, accelerate="off")
+    stock, _ = load_model(file)
     plain = generate(target, PROMPTS, None, max_new_tokens=16)
     for answer in plain:
         ids = torch.tensor([answer.prompt])

@@ -14,14 +14,14 @@ from gguf import GGMLQuantizationType as Form
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from decode import Target, generate
-from decode.cpu import acceleration, packed_linear
+from decode.cpu import backend, packed_linear
 from decode.cpu.packed_linear import PackedEmbedding, PackedLinear
 from decode.models.fingerprint import fingerprint_weights
-from decode.models.gguf import description
-from decode.models.gguf import model as gguf_model
-from decode.models.gguf.description import write_description
-from decode.models.gguf.file import GgufFile
 from decode.models.loading import load_model
+from decode.weights.gguf import description
+from decode.weights.gguf import model as gguf_model
+from decode.weights.gguf.description import write_description
+from decode.weights.gguf.file import GgufFile
 from tests.support.gguf_files import write_model
 from tests.support.models import needs_compiler, tiny
 
@@ -73,8 +73,8 @@ def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     assert float((found - expected).abs().max()) < 1e-4 * float(expected.std())
     assert isinstance(target.model.get_input_embeddings(), PackedEmbedding)
     assert torch.equal(target.output_matrix, stock.get_output_embeddings().weight)
-    assert target.model.weights_fingerprint == fingerprint_weights(stock)
-    own, _ = load_model(path, accelerate="off")
+    assert target.weights_fingerprint == fingerprint_weights(stock)
+    own, _ = load_model(path)
     for found, expected in zip(own.parameters(), stock.parameters(), strict=True):
         assert torch.equal(found, expected)
     texts = [stock.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False) for prompt in PROMPTS]
@@ -108,7 +108,7 @@ def test_a_model_that_transformers_unpacked_gets_its_blocks_back(tied: bool, tmp
 @needs_compiler
 def test_an_embedding_is_read_from_the_output_layers_blocks(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "m.gguf", tie_word_embeddings=True)
-    model, _ = load_model(tmp_path / "m.gguf", accelerate="packed")
+    model = Target.load(tmp_path / "m.gguf", accelerate="packed").model
     assert model.get_input_embeddings().layer is model.get_output_embeddings()
     assert (
         sum(isinstance(module, PackedLinear) for module in model.modules()) == 2 * 4 + 1
@@ -124,9 +124,9 @@ def test_other_dtypes_and_modes_are_unpacked(file: Path) -> None:
 
 
 def test_without_a_compiler_the_weights_are_unpacked(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (acceleration, gguf_model, packed_linear):
+    for module in (backend, packed_linear):
         monkeypatch.setattr(module, "load_native_ops", lambda: "no compiler")
-    assert not isinstance(load_model(file)[0].get_input_embeddings(), PackedEmbedding)
+    assert not isinstance(Target.load(file).model.get_input_embeddings(), PackedEmbedding)
 
 
 @needs_compiler
@@ -136,7 +136,7 @@ def test_frequencies_of_long_contexts_are_scaled(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "plain.gguf")
     plain = load_model(tmp_path / "plain.gguf")[0].model.rotary_emb.inv_freq
     for accelerate in ("off", "packed"):
-        scaled = load_model(tmp_path / "m.gguf", accelerate=accelerate)[0].model.rotary_emb.inv_freq
+        scaled = Target.load(tmp_path / "m.gguf", accelerate=accelerate).model.model.rotary_emb.inv_freq
         assert torch.equal(scaled, plain / factors)
 
 
@@ -270,22 +270,22 @@ def test_no_token_ends_an_answer_that_the_file_does_not_name(file: Path) -> None
         data = rewrite(old, new)(data)
     file.write_bytes(data)
     for accelerate in ("off", "auto"):
-        model, tokenizer = load_model(file, accelerate=accelerate)
-        for config in (model.config, model.generation_config):
+        target = Target.load(file, accelerate=accelerate)
+        for config in (target.config, target.model.generation_config):
             assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, 0)
-        assert tokenizer.eos_token is None and not Target(model, tokenizer).stop_ids
+        assert target.tokenizer is not None and target.tokenizer.eos_token is None and not target.stop_ids
 
 
 def test_a_tokenizer_is_the_files_whatever_the_architecture(tmp_path: Path) -> None:
     """AutoTokenizer has a class for Qwen2 with a token that this file lacks."""
     write_model("qwen2", tmp_path / "m.gguf")
-    model, tokenizer = load_model(tmp_path / "m.gguf", accelerate="off")
+    model, tokenizer = load_model(tmp_path / "m.gguf")
     assert len(tokenizer) == model.config.vocab_size and "<|endoftext|>" not in tokenizer.get_vocab()
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "m.gguf", fields={"eot_token_id": 7, "eom_token_id": 8})
-    model, tokenizer = load_model(tmp_path / "m.gguf", accelerate="off")
+    model, tokenizer = load_model(tmp_path / "m.gguf")
     assert model.generation_config.eos_token_id == [2, 7, 8] and Target(model, tokenizer).stop_ids == {2, 7, 8}
     assert model.config.eos_token_id == tokenizer.eos_token_id == 2
 

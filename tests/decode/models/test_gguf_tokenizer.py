@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from decode.models.gguf.splits import SPLITS
-from decode.models.gguf.tokenizer import Vocabulary, make_tokenizer
+from decode.weights.gguf.splits import SPLITS
+from decode.weights.gguf.tokenizer import Vocabulary, make_tokenizer
 from tests.support.gguf_files import write_vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

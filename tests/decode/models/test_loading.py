@@ -170,7 +170,7 @@ def test_a_model_names_its_bad_weight(
     folder = save_model(dtype=torch.float32)
     spoil_file(folder, name, value)
     with pytest.raises(ValueError, match=f"{name} has values that are NaN or infinite") as raised:
-        Target(*load_model(folder, dtype=dtype, accelerate=accelerate))
+        Target.load(folder, dtype=dtype, accelerate=accelerate)
     assert "\n" not in str(raised.value) and "linear op" not in str(raised.value)
 
 

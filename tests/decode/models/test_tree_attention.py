@@ -13,12 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import PreTrainedModel
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decode import Sampling, Target, Tree, generate, loop, session
-from decode.models import grouped_attention, stock_model
-from decode.models.grouped_attention import grouped_sdpa
+import decode.target as target_module
+from decode import Sampling, Target, Tree, generate, session
+from decode.cpu.attention import grouped_attention as attend_on_cpu
+from decode.cuda import attention as cuda_attention
+from decode.cuda import backend as cuda
+from decode.cuda.attention import grouped_attention as attend_on_gpu
+from decode.cuda.backend import CudaBackend
+from decode.devices import attention
 from decode.trees.masks import AttentionWindow, tree_masks
 from heads.layer_cache import attend
 from proposers import DraftProposer, NGramProposer
@@ -49,8 +55,8 @@ def by_transformers(function: Callable[..., Any]) -> Attend:
 
 
 WAYS: dict[str, Attend] = {
-    "grouped": by_transformers(grouped_sdpa),
-    "in two": by_transformers(grouped_sdpa),
+    "grouped": by_transformers(attend_on_cpu),
+    "in two": by_transformers(attend_on_gpu),
     "heads": lambda query, key, value, mask, _: attend(query, key, value, mask).transpose(1, 2),
     "sdpa": by_transformers(sdpa_attention_forward),
     "flex": by_transformers(flex_attention_forward),
@@ -116,31 +122,38 @@ def test_the_next_tokens_need_no_mask(length: int, nodes: int) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 6, nodes, SIZE).double()
     key, value = (torch.randn(2, 3, length + nodes, size).double() for size in (SIZE, 5))
-    found = by_transformers(grouped_sdpa)(query, key, value, query.new_empty(2, 1, nodes, 0), None)
+    found = by_transformers(attend_on_gpu)(query, key, value, query.new_empty(2, 1, nodes, 0), None)
     tree = Tree.chain([[0] * nodes] * 2)
     expected = attend_along_paths(query, key, value, tree, [length] * 2, AttentionWindow(), None)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def as_on_gpu(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target on the CPU that attends as on a GPU in half precision."""
+    backend = CudaBackend(torch.device("cpu"))
+    monkeypatch.setattr(backend, "waits", False)
+    monkeypatch.setattr(backend, "sees_texts_whole", lambda *_: True)
+    monkeypatch.setattr(target_module, "find_backend", lambda _: backend)
+    return Target(model, accelerate="packed")
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU in half precision: long texts are seen without a mask, prompts and single nodes need none."""
     plain = Target(tiny(kind, dtype=torch.float64))
-    target = Target(tiny(kind, dtype=torch.float64), accelerate="packed")
-    monkeypatch.setattr(Target, "needs_masks", False)
-    monkeypatch.setattr(target, "sees_texts_whole", True, raising=False)
+    target = as_on_gpu(tiny(kind, dtype=torch.float64), monkeypatch)
     monkeypatch.setattr(session, "CHUNK", 5)
-    monkeypatch.setattr(grouped_attention, "SLOTS", 4)
-    for module in (session, grouped_attention):
-        monkeypatch.setattr(module, "LONG", 8)
+    monkeypatch.setattr(cuda, "SLOTS", 4)
+    monkeypatch.setattr(cuda, "LONG", 8)
     used: Counter[str] = Counter()
-    attend_in_two = grouped_attention.attend_in_two
+    attend_in_two = attention.attend_in_two
 
     def count(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seen: int, scale: float) -> Tensor:
         used["no mask" if mask is None else "mask"] += 1
         return attend_in_two(query, key, value, mask, seen, scale)
 
-    monkeypatch.setattr(grouped_attention, "attend_in_two", count)
+    for module in (attention, cuda_attention):
+        monkeypatch.setattr(module, "attend_in_two", count)
     prompts = [[*range(5, 28)], [7, 8, 9] * 4, [*range(5, 28)]]
     for batch_size in (1, 3):
         for sampling in (Sampling(), Sampling(0.8, seed=1)):
@@ -154,15 +167,13 @@ def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest
 
 def test_passes_and_drafts_choose_among_torchs_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but cuDNN's, on a GPU."""
-    with grouped_attention.choosing_kernels(torch.device("cuda")):
+    with CudaBackend(torch.device("cuda")).running():
         assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    chosen: Counter[str] = Counter()
-    for module in (loop, stock_model):
-        name = module.__name__
-        monkeypatch.setattr(module, "choosing_kernels", lambda _, name=name: chosen.update([name]) or nullcontext())
+    chosen: list[None] = []
+    monkeypatch.setattr(target.backend, "running", lambda: chosen.append(None) or nullcontext())
     (answer,) = generate(target, [[5, 6, 7]], None, max_new_tokens=9, stop_ids=[])
-    assert chosen == {"decode.loop": 8, "decode.models.stock_model": answer.stats.steps}
+    assert len(chosen) == 8 + answer.stats.steps
 
 
 @pytest.mark.slow

@@ -25,11 +25,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decode.cpu.native_ops import BLOCKS, Weight, load_native_ops
-from decode.cpu.packed_linear import StoredLayer
-from decode.models.gguf.description import describe, is_installed, make_generation_config, require_gguf
-from decode.models.gguf.file import GgufFile
-from decode.models.gguf.tokenizer import Vocabulary
+from decode.weights.blocks import BLOCKS, StoredLayer
+from decode.weights.gguf.description import describe, is_installed, make_generation_config, require_gguf
+from decode.weights.gguf.file import GgufFile
+from decode.weights.gguf.tokenizer import Vocabulary
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
@@ -66,8 +65,8 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a GGUF file and its tokenizer.
 
-    dtype: "auto" is float32. in_blocks: keep the weights in blocks, to be packed by `decode.cpu.acceleration`, where
-    that is possible. Else they are unpacked.
+    dtype: "auto" is float32. in_blocks: keep the weights in blocks, in layers that must be packed, where that is
+    possible. Else they are unpacked.
 
     Raises ValueError for a file that cannot be read, or that transformers cannot read, and without the package gguf.
     """
@@ -77,7 +76,7 @@ def load_gguf(
     model = None if device_map is not None else load_in_blocks(file, folder)
     if model is None:
         model = _load_with_transformers(file, folder, dtype, device_map)
-    elif not in_blocks or load_native_ops() is not None:
+    elif not in_blocks:
         unpack_layers(model)
         model = model.to(torch.float32 if dtype == "auto" else dtype)
     _scale_frequencies(file, model)
@@ -115,15 +114,6 @@ def _load_with_transformers(file: GgufFile, folder: Path, dtype: Any, device_map
     return model
 
 
-def _unpack(stored: Weight) -> Tensor:
-    """The values of a weight, in float32."""
-    from gguf import GGMLQuantizationType, dequantize
-
-    values = torch.from_numpy(dequantize(stored.data.numpy(), GGMLQuantizationType(stored.form))).float()
-    values = values.view(-1, stored.inputs)
-    return values.clone() if stored.order is None else values[stored.order]
-
-
 def _share_blocks(model: PreTrainedModel) -> None:
     """Let a tied output layer have the embedding's blocks."""
     output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -136,7 +126,7 @@ def unpack_layers(model: PreTrainedModel) -> None:
     """Give stored layers their values back, in place."""
     for path, layer in list(model.named_modules()):
         if isinstance(layer, StoredLayer):
-            layer.module.weight = nn.Parameter(_unpack(layer.stored))
+            layer.module.weight = nn.Parameter(layer.stored.rows())
             model.set_submodule(path, layer.module)
     model.tie_weights()
     model.eval()
@@ -149,7 +139,7 @@ def restore_blocks(model: PreTrainedModel) -> None:
     values are not exactly the file's stays.
     """
     name, place = model.config.name_or_path, Path(model.config.name_or_path)
-    if not name or model.dtype != torch.float32 or model.device.type != "cpu" or _has_other_weights(place):
+    if not name or model.dtype != torch.float32 or _has_other_weights(place):
         return
     if not is_installed("gguf"):
         return  # then transformers unpacked nothing
@@ -165,7 +155,7 @@ def restore_blocks(model: PreTrainedModel) -> None:
                 continue
             weight: Any = module.weight
             stored = file.weight(name, _find_order(file, name, model.config))
-            if weight.shape == file.tensors[name].shape and torch.equal(_unpack(stored), weight.detach()):
+            if weight.shape == file.tensors[name].shape and torch.equal(stored.rows(), weight.detach()):
                 model.set_submodule(layer, StoredLayer(stored, module))
         _share_blocks(model)
 

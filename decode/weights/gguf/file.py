@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decode.cpu.native_ops import BLOCKS, PLAIN, Weight
+from decode.weights.blocks import BLOCKS, PLAIN, Weight
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # in `struct`

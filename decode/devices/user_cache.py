@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 PARTIAL = ".partial"  # ends the names of folders that are not whole yet
@@ -59,6 +64,20 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@cache
+def environment() -> tuple[str, str]:
+    """torch's version, and the CPU: compiled code uses all of its instructions."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else [f"model name: {platform.processor()}"]
+    cpu = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return torch.__version__, "\n".join(sorted(cpu))
+
+
+def digest(*parts: Any) -> str:
+    """Short and the same for parts with the same repr."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def print_notice(text: str) -> None:

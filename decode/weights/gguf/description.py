@@ -14,10 +14,9 @@ import transformers
 from filelock import FileLock
 from transformers import AutoConfig, GenerationConfig
 
-from decode.cpu.build_cache import digest
-from decode.models.gguf.file import GgufFile
-from decode.models.gguf.tokenizer import Vocabulary, make_tokenizer
-from decode.models.user_cache import PARTIAL, print_notice, scratch, user_cache
+from decode.devices.user_cache import PARTIAL, digest, print_notice, scratch, user_cache
+from decode.weights.gguf.file import GgufFile
+from decode.weights.gguf.tokenizer import Vocabulary, make_tokenizer
 
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"

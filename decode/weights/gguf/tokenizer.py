@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from decode.models.gguf.file import GgufFile
-from decode.models.gguf.splits import WHOLE_WORDS, WITH_BOS, make_splitter
+from decode.weights.gguf.file import GgufFile
+from decode.weights.gguf.splits import WHOLE_WORDS, WITH_BOS, make_splitter
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens
 ROLES = {"unk_token": "unknown", "bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}

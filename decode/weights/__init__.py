@@ -1,0 +1,1 @@
+"""Weights in the forms that files store them in."""

@@ -1,0 +1,126 @@
+"""Linear layers in other forms than a model's own: packed, or several as one.
+
+Shapes: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.weights.blocks import StoredLayer
+
+# Layers that most models call with the same tensor. As one larger layer they need fewer calls.
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
+
+
+class PackedLayer(nn.Module, ABC):
+    """Stands in the place of an `nn.Linear`, or of several."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The shape [N, K], dtype and device of the weight, which models ask for. Its values are NaN."""
+        return torch.full((), torch.nan, dtype=self.dtype).expand(self.out_features, self.in_features)
+
+    @abstractmethod
+    def dense_weight(self) -> Tensor:
+        """The weight [N, K]."""
+
+
+def find_bad_weight(module: nn.Module) -> str | None:
+    """The name of the first weight with a value that is NaN or infinite; None without one. It reads all weights."""
+    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PackedLayer))
+    weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
+    for name, weight in weights:
+        is_readable = weight.is_floating_point() and not weight.is_meta
+        if is_readable and not bool(weight.detach().float().isfinite().all()):
+            return name
+    return None
+
+
+def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A frozen linear layer that shares these tensors."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear.eval()
+
+
+def join_linears(*linears: nn.Linear) -> nn.Linear:
+    """One layer with the outputs of all, concatenated."""
+    return make_linear(torch.cat([linear.weight for linear in linears]), join_biases(linears))
+
+
+def join_biases(linears: Sequence[nn.Linear | StoredLayer]) -> Tensor | None:
+    """The layers' biases, concatenated: zeros for a layer without one, None if no layer has one."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    pairs = zip(linears, zeros, strict=True)
+    return torch.cat([zero if linear.bias is None else linear.bias.detach() for linear, zero in pairs])
+
+
+def merge_layers(
+    module: nn.Module, can_merge: Callable[[Any], bool], join: Callable[..., nn.Module] = join_linears
+) -> None:
+    """Merge the layers of a module that are called with the same tensor, in place.
+
+    can_merge: whether a layer may be merged. join: from such layers to the one that is called.
+    """
+    for parent in list(module.modules()):
+        for names in MERGED:
+            linears: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(map(can_merge, linears)) and len({(each.in_features, each.weight.dtype) for each in linears}) == 1:
+                merged = MergedLinear(linears, join)
+                for index, name in enumerate(names):
+                    setattr(parent, name, MergedPart(merged, index))
+
+
+class MergedLinear(nn.Module):
+    """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
+
+    def __init__(self, linears: Sequence[nn.Linear], join: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layer = join(*linears)
+        self.sizes = [linear.out_features for linear in linears]
+        self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
+        self.eval()
+
+    def compute(self, inputs: Tensor, index: int) -> Tensor:
+        """The output of part `index`."""
+        last_inputs, outputs = self._last  # read once: another thread may run the same model
+        if inputs is not last_inputs:
+            outputs = self.layer(inputs).split(self.sizes, dim=-1)
+        is_last = index == len(self.sizes) - 1  # parts are called in order: free the outputs after the last one
+        self._last = (None, ()) if is_last else (inputs, outputs)
+        return outputs[index]
+
+
+class MergedPart(nn.Module):
+    """One part of a merged layer, in the place of its `nn.Linear`."""
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        super().__init__()
+        self.merged, self.index = merged, index
+        self.eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.merged.compute(inputs, self.index)
+
+    @property
+    def weight(self) -> Tensor:
+        """As that of the whole layer."""
+        whole: Any = self.merged.layer.weight
+        part: Tensor = whole.split(self.merged.sizes)[self.index]
+        return part
