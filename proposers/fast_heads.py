@@ -39,10 +39,10 @@ class PackedOutput:
     """A head's `logits`, with output layers that are packed where there is a kernel for it."""
 
     def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
-        self.normalise, backend = normalise, find_backend(next(head.parameters()).device)
+        self.normalise, self.device = normalise, next(head.parameters()).device
         count = head.config.heads if head.output == "own" else 1
         layers = [make_linear(*head.output_layer(index)) for index in range(count)]
-        self.layers = [*map(backend.pack_linear, layers)]
+        self.layers = [*map(find_backend(self.device).pack_linear, layers)]
 
     def __call__(self, states: Tensor, index: int = 0) -> Tensor:
         return self.layers[index % len(self.layers)](self.normalise(states))

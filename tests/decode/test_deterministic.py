@@ -24,8 +24,7 @@ import torch
 from torch import distributed
 
 import decode.stats
-from decode import Proposer, Target, generate, speculate
-from decode import costs as timed_model
+from decode import Proposer, Target, costs, generate, speculate
 from decode.costs import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, merged, tree_proposer
 from tests.support.commands import run_module
@@ -71,14 +70,14 @@ def draft_by_clock(monkeypatch: pytest.MonkeyPatch, name: str, seed: int, determ
 @pytest.mark.parametrize("deterministic", [True, CURVES[0]])
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_trees_depend_on_no_clock(monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool | CostCurve) -> None:
-    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(costs, "measure_cost_curve", lambda *_: pytest.fail("something was measured"))
     first, second = (draft_by_clock(monkeypatch, name, seed, deterministic) for seed in (0, 1))
     assert first == second
     assert deterministic is True or max(map(max, first)) > 1  # something is drafted
 
 
 def test_without_it_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_model, "load_curve", lambda *_: CURVES[0])
+    monkeypatch.setattr(costs, "load_curve", lambda *_: CURVES[0])
     first, second = (draft_by_clock(monkeypatch, "eagle3", seed, False) for seed in (0, 1))
     assert first != second
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Form
 
-from decode import Target, generate
-from decode import costs as timed_model
+from decode import Target, costs, generate
 from decode.costs import CostCurve
 from decode.cpu.backend import CpuBackend
 from scripts import bench
@@ -64,8 +63,8 @@ def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One thread is fastest for tiny models. No cost is measured, nor taken from other tests, nor left to them."""
     curves = tmp_path_factory.mktemp("curves")
     with limit_threads(1), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timed_model, "user_cache", lambda: curves)
-        patch.setattr(timed_model, "measure_cost_curve", lambda *_: CostCurve(*CpuBackend.fixed_costs))
+        patch.setattr(costs, "user_cache", lambda: curves)
+        patch.setattr(costs, "measure_cost_curve", lambda *_: CostCurve(*CpuBackend.fixed_costs))
         yield
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import Chunk, Step, Target, Tree, generate, self_test, stream
-from decode.models import stock_model
+from decode.models import facts
 from decode.models.compatibility import AttentionWindow, attention_windows
 from decode.trees.masks import tree_masks
 from proposers import NGramProposer
@@ -203,7 +203,7 @@ def test_a_long_window_that_is_off_by_one_is_refused(
                 for name, span in attention_windows(model).items()
             }
 
-        monkeypatch.setattr(stock_model, "attention_windows", misread)
+        monkeypatch.setattr(facts, "attention_windows", misread)
         with pytest.raises(ValueError, match="fails the tree self-test"):
             Target(model)
         monkeypatch.undo()

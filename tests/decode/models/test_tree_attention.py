@@ -131,8 +131,13 @@ def test_the_next_tokens_need_no_mask(length: int, nodes: int) -> None:
 def as_on_gpu(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target on the CPU that attends as on a GPU in half precision."""
     backend = CudaBackend(torch.device("cpu"))
-    monkeypatch.setattr(backend, "waits", False)
-    monkeypatch.setattr(backend, "sees_texts_whole", lambda *_: True)
+    for name, value in {
+        "waits": False,
+        "pass_tokens": 0,
+        "sees_texts_whole": lambda *_: True,
+        "make_pool": lambda: None,
+    }.items():
+        monkeypatch.setattr(backend, name, value)
     monkeypatch.setattr(target_module, "find_backend", lambda _: backend)
     return Target(model, accelerate="packed")
 

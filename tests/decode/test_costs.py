@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from decode import Target, Tree, generate, timed_model
-from decode import costs as cost_curve
+from decode import Target, Tree, costs, generate
 from decode.costs import SIZES, CostCurve, for_batch, measured_batches
+from decode.cuda.backend import CudaBackend
 from decode.cuda.fixed_session import FixedSession
 from decode.session import Session
 from proposers import MedusaProposer
@@ -30,7 +30,7 @@ def make_curve(rows: int, context: int) -> CostCurve:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Curves are kept where only one test sees them."""
-    monkeypatch.setattr(timed_model, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(costs, "user_cache", lambda: tmp_path)
     return tmp_path / "curves"
 
 
@@ -43,7 +43,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         calls.append((len(session.lengths), context))
         return make_curve(*calls[-1])
 
-    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    monkeypatch.setattr(costs, "measure_cost_curve", measure)
     return calls
 
 
@@ -88,11 +88,11 @@ def test_cost_is_measured_on_warm_kernels(
         warm = 1 + rise * (tree.width - 1)
         return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
 
-    monkeypatch.setattr(cost_curve, "time_pass", time)
-    measured = cost_curve.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(3), context)
-    assert measured.sizes == tuple(size for size in cost_curve.SIZES if size <= largest)
+    monkeypatch.setattr(costs, "time_pass", time)
+    measured = costs.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(3), context)
+    assert measured.sizes == tuple(size for size in costs.SIZES if size <= largest)
     assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
-    assert max(passes) == largest and passes.count(1) == cost_curve.WARM - 1 + cost_curve.ROUNDS
+    assert max(passes) == largest and passes.count(1) == costs.WARM - 1 + costs.ROUNDS
 
 
 def test_a_batch_measures_few_curves(measured: Measured) -> None:
@@ -152,10 +152,12 @@ def test_steps_of_fixed_shape_are_measured_as_they_are_decoded(monkeypatch: pyte
         sessions.append(session)
         return make_curve(1, context)
 
-    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    monkeypatch.setattr(costs, "measure_cost_curve", measure)
+    monkeypatch.setattr(CudaBackend, "name", "a GPU")
+    monkeypatch.setattr(CudaBackend, "make_pool", lambda _: None)
     for has_graphs in (False, True):
         target = Target(tiny("llama"))
-        target.has_graphs = has_graphs
+        target.has_graphs, target.backend = has_graphs, CudaBackend(target.device)
         target.cost_curve()
     assert [type(session) for session in sessions] == [Session, FixedSession]
 
@@ -217,7 +219,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
         patch.setattr(Path, "replace", Mock(side_effect=OSError("no space left")))
         Target(tiny("llama")).warm_up()
     assert list(folder.iterdir()) == []
-    monkeypatch.setattr(timed_model, "user_cache", Mock(side_effect=RuntimeError("no home folder")))
+    monkeypatch.setattr(costs, "user_cache", Mock(side_effect=RuntimeError("no home folder")))
     Target(tiny("llama")).warm_up()
     assert len(measured) == 3
 
@@ -228,13 +230,13 @@ def test_batches_and_contexts_beyond_the_memory_use_smaller_ones(monkeypatch: py
             raise torch.OutOfMemoryError
         return make_curve(len(session.lengths), context)
 
-    monkeypatch.setattr(timed_model, "measure_cost_curve", measure)
+    monkeypatch.setattr(costs, "measure_cost_curve", measure)
     target = long_target()
     target.warm_up(16)
     assert target.cost_curve(16, 4096).seconds == target.cost_curve(4, 4096).seconds == make_curve(4, 256).seconds
     assert target.cost_curve(1, 4096).seconds == make_curve(1, 256).seconds
     assert len(list(folder.iterdir())) == 2  # another start may have more memory
-    monkeypatch.setattr(timed_model, "measure_cost_curve", lambda *_: measure(target.open(99), 99))
+    monkeypatch.setattr(costs, "measure_cost_curve", lambda *_: measure(target.open(99), 99))
     with pytest.raises(torch.OutOfMemoryError):
         Target(tiny("gpt2")).warm_up()
 
