@@ -221,8 +221,8 @@ def fill(session: Session, context: int) -> Session:
     session.cache.lengths = [context - 1] * rows
     session.verify(random_chain(1, rows, session.target))
     session.keep([[0]] * rows)
-    for block in session.cache.blocks:
-        block.clear()  # memory that was never written to is read faster
+    for states in session.cache.states:
+        states.zero_()  # memory that was never written to is read faster
     return session
 
 

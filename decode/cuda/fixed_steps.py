@@ -37,7 +37,7 @@ class FixedSteps:
     """The steps of a session: their KV cache, with more rows than needed, and their graphs.
 
     Prompts are read by sessions of their own, whose keys and values are copied. Attention sees all slots, or the
-    window that `Backend.find_window` finds. Checks of trees have a pool of their own, so that no step overwrites a checked one.
+    window that `Backend.find_window` finds. Checks have a pool of their own, so that no step overwrites a checked tree.
     """
 
     def __init__(self, target: StockModel, rows: int, layers: Sequence[int]) -> None:
@@ -85,8 +85,10 @@ class FixedSteps:
         Returns how many slots all nodes see without a mask. gains: whether seeing long texts like that is faster.
         """
         self.cache.grow(max(self.cache.lengths) + nodes)
-        capacity = self.cache.capacity
-        seen, self.cache.used = self._backend.find_window(self.cache.lengths, capacity, nodes) if gains else (0, capacity)
+        window = 0, self.cache.capacity
+        if gains:
+            window = self._backend.find_window(self.cache.lengths, self.cache.capacity, nodes)
+        seen, self.cache.used = window
         return seen
 
     def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:

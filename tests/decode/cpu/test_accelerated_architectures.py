@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from decode import Proposer, Target, generate
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from decode import Sampling, Session, Target, Tree
+from decode.cuda import backend as cuda
 from decode.cuda.fixed_steps import FixedSteps, compute_step, list_inputs, make_buffer
 from decode.cuda.graph import CudaGraphPool
 from decode.devices import graph
 from decode.devices.graph import Captured, round_up
-from decode.models import grouped_attention
 from decode.trees.accept import accept, unpack
 from decode.trees.noise import KEY_NAMES, TEXT, row_keys
+from tests.decode.models.test_tree_attention import as_on_gpu
 from tests.support.drafting import tree_of_rows
 from tests.support.models import tiny
 from tests.support.simulated_cuda import recorded_graphs
@@ -105,13 +106,10 @@ def test_results_are_those_of_a_session(kind: str, sampling: Sampling, is_alike:
 def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the slots in use alone, in few different numbers; old graphs are given up."""
     for name, value in {"LONG": 64, "SLOTS": 8, "STRIDE": 32}.items():
-        monkeypatch.setattr(grouped_attention, name, value)
-    monkeypatch.setattr(Target, "needs_masks", False)
-    monkeypatch.setattr(Target, "sees_texts_whole", True)
+        monkeypatch.setattr(cuda, name, value)
     monkeypatch.setattr(graph, "MOST_GRAPHS", 4)
-    target = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), accelerate="packed")
     plain = Target(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024))
-    monkeypatch.setattr(plain, "sees_texts_whole", False, raising=False)
+    target = as_on_gpu(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), monkeypatch)
     choose, sessions = random.Random(2), (open_fixed(target, 3), Session(plain, 3))
     for session in sessions:
         session.extend([[(7 * row + place) % VOCABULARY for place in range(70 + row)] for row in range(3)])
