@@ -18,6 +18,9 @@ MAY_IMPORT = {
     "training": {"decode", "heads"},
     "scripts": {"decode", "heads", "proposers", "training"},
 }
+# Of `decode`'s folders, from the bottom: each imports those before it. "decode" is the core.
+LAYERS = ["decode/devices", "decode/weights", "decode/weights/gguf", "decode/models", "decode/trees", "decode"]
+LAYERS += ["decode/cpu", "decode/cuda", "decode/hf"]
 FILES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
     for package in MAY_IMPORT
@@ -45,16 +48,22 @@ def find_breaches(package: str, source: str) -> list[tuple[int, str]]:
     return [(line, name) for line, name in imports if name in forbidden]
 
 
-def test_the_core_knows_no_backend() -> None:
-    """Its one seam is the target. What all devices share is in `decode.devices`."""
-    core = {path: source for path, source in FILES.items() if path.parent in (Path("decode"), Path("decode/devices"))}
-    found = {
-        str(path)
-        for path, source in core.items()
-        for _, module, _ in list_imports(source)
-        if module.startswith(("decode.cpu", "decode.cuda"))
-    }
-    assert len(core) > 10 and found == {"decode/self_test.py", "decode/target.py"}
+def list_folders(source: str) -> Iterator[str]:
+    """The folder of each module of `decode` that a file imports, also within functions."""
+    for _, module, names in list_imports(source):
+        for path in map(Path, (module.replace(".", "/"), *(f"{module}.{name}".replace(".", "/") for name in names))):
+            if path.parts[0] == "decode" and (path.with_suffix(".py") in FILES or path / "__init__.py" in FILES):
+                yield str(path if path / "__init__.py" in FILES else path.parent)
+
+
+def test_folders_of_decode_import_those_below() -> None:
+    """So they form no circle, and the core knows no backend: what all devices share is in `decode.devices`."""
+    found = {str(path.parent) for path in FILES if path.parts[0] == "decode"}
+    assert found - {"decode/requests"} == {*LAYERS}
+    for path, source in FILES.items():
+        if (folder := str(path.parent)) in LAYERS and path != Path("decode/__init__.py"):
+            above = {*LAYERS[LAYERS.index(folder) + 1 :]} & {*list_folders(source)}
+            assert not above, f"{path} imports {above}"
 
 
 def test_imports_keep_their_direction():
