@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate
+from decode.cuda.backend import CudaBackend
 from decode.kv_cache import KVLayer
 from decode.session import Session
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
@@ -185,10 +186,11 @@ def test_the_beginnings_of_prompts_are_read_once(name: str, monkeypatch: pytest.
         assert request.answer is not None and request.answer.tokens == alone.tokens
 
 
-def test_prompts_are_read_next_to_steps_of_a_fixed_shape() -> None:
+def test_prompts_are_read_next_to_steps_of_a_fixed_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs, but on a CPU; a prompt has a shape of its own."""
-    target, other = Target(tiny("llama")), Target(tiny("llama"))
-    target.has_graphs = True
+    monkeypatch.setattr(CudaBackend, "make_pool", lambda _: None)
+    target, other = Target(tiny("llama"), deterministic=True), Target(tiny("llama"))
+    target.has_graphs, target.backend = True, CudaBackend(target.device)
     engine = Engine(target, NGramProposer(), rows=2)
     requests = [engine.add(PROMPTS[0], max_new_tokens=9, stop_ids=[])]
     engine.step()
