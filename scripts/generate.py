@@ -28,6 +28,7 @@ from training.conversations import Conversation
 from training.rendering import Renderer
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+SETTINGS = ("batch_size", "max_new_tokens", "stop", "nodes", "lossy_typical_acceptance")
 PROMPT_FILE_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md
 has the formats); any other file, or - for standard input, is one plain-text prompt"""
 CHAT_HELP = """put prompts into the model's chat template, or leave them as they are (default: if it has a template)"""
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = args.prompt_file
         conversations = read_conversations(path) if path is not None else [ask([args.prompt], "--prompt")]
         store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
-        kept = Path(args.store) if args.store is not None and Path(args.store).exists() else None
+        kept = args.store if args.store is not None and Path(args.store).exists() else None
         if store is not None and kept is not None:
             store.load(kept)  # finds a damaged file
         target = load_target(model)
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         proposer = make_proposer(args, target, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
-        settings = {name: getattr(args, name) for name in ("batch_size", "max_new_tokens", "stop")}
-        settings |= {"nodes": args.nodes, "lossy_typical_acceptance": args.lossy_typical_acceptance}
+        settings = {name: getattr(args, name) for name in SETTINGS}
         turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[int]()
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):

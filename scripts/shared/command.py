@@ -141,8 +141,10 @@ def check_output_folder(path: Path | None, option: str) -> None:
 
 def check_plot(path: Path | None) -> None:
     """Raise ValueError if `--plot` cannot be drawn: a bad place or suffix, or no matplotlib."""
+    if path is None:
+        return
     check_writable(path, "--plot")
-    if path is not None and path.suffix not in PLOT_FORMATS:
+    if path.suffix not in PLOT_FORMATS:
         raise ValueError(f"--plot {path} must end in {' or '.join(PLOT_FORMATS)}")
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--plot needs matplotlib: pip install "draftless[plot]"')

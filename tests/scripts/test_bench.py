@@ -438,12 +438,6 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     run_main(bench.main, *questions, *options).refused(message)
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*-cpu.json")), ids=lambda file: file.stem)
-def test_published_reports_can_still_be_shown(file: Path, run_main: Call) -> None:
-    run = run_main(bench.main, "--from", file)
-    assert (run.status, run.err) == (0, "") and run.out.startswith(("| method ", "Milliseconds of a pass after 256"))
-
-
 def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_room_that_is_left(
     save_model: Callable[..., Path], tmp_path: Path, run_main: Call
 ) -> None:

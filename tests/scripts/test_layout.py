@@ -127,16 +127,6 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[
     return run
 
 
-def test_the_demos_comparison_shows_progress(show: Any, monkeypatch: pytest.MonkeyPatch, save_model: Any) -> None:
-    monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
-    model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
-    target = Target.load(model.model, dtype="float64", accelerate="off")
-    monkeypatch.setattr(demo, "PROMPTS", tuple(prompt[:60] for prompt in demo.PROMPTS))
-    assert any(
-        f"{len(demo.PROMPTS)}/{len(demo.PROMPTS)} [" in line for line in show(lambda: demo.compare(target, model))
-    )
-
-
 def test_the_demos_text_fits_the_terminal(
     monkeypatch: pytest.MonkeyPatch, run_main: Call, save_model: Callable[..., Path]
 ) -> None:
