@@ -19,7 +19,7 @@ from decode.trees.sampling import for_groups
 from proposers.calibration import Calibration
 from proposers.draft_budget import ChainAcceptance
 from proposers.draft_models.retokenized import retokenize
-from proposers.draft_models.session import DraftSession, ModelDrafter
+from proposers.draft_models.texts import ModelDrafter, ReadTexts
 from proposers.draft_models.vocabulary import VocabularyMap
 from proposers.search import Draft, ScoredDrafter, find_noise
 from proposers.tree_proposer import Inputs, Start, TreeProposer
@@ -66,14 +66,14 @@ class DraftProposer(TreeProposer):
         if draft.is_recurrent and width > 1:
             raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
         self.draft_model, self.sampled = draft, sampled
-        self._session = DraftSession(draft)
+        self._texts = ReadTexts(draft)
         self._mapped: tuple[Any, Any] | None = None  # the tokenizers that the map was made for
         self._map: VocabularyMap | None = None  # None: they are the same
         self._acceptance = ChainAcceptance()  # of sampled chains
 
     def renew(self) -> Self:
         fresh = super().renew()
-        fresh._session, fresh._acceptance = DraftSession(self.draft_model), ChainAcceptance()
+        fresh._texts, fresh._acceptance = ReadTexts(self.draft_model), ChainAcceptance()
         return fresh
 
     def begin(self, target: Target) -> None:
@@ -83,14 +83,14 @@ class DraftProposer(TreeProposer):
         if ours is not None and theirs is not None:
             if self._mapped != (ours, theirs):
                 self._mapped, self._map = (ours, theirs), find_map(draft, target)
-                self._session = DraftSession(draft)
+                self._texts = ReadTexts(draft)
         elif draft.vocabulary != target.vocabulary:
             raise ValueError(
                 f"the draft model has a vocabulary of {draft.vocabulary} tokens, the target one of "
                 f"{target.vocabulary}, and not both have a tokenizer, which tells what their tokens are; give both: "
                 "Target(model, tokenizer)"
             )
-        self._session.vocabulary = self._map
+        self._texts.vocabulary = self._map
         shared = min(draft.vocabulary, target.vocabulary) if self._map is None else len(self._map.target_ids)
         if self.width > shared:
             raise ValueError(f"width is {self.width}, more than the {shared} tokens that draft and target share")
@@ -98,7 +98,7 @@ class DraftProposer(TreeProposer):
 
     def observe(self, step: Step) -> None:
         """Bring the draft model's cache to the accepted tokens."""
-        self._session.observe(step)
+        self._texts.observe(step)
         self._acceptance.observe(step)
 
     def find_device(self, target: Target) -> torch.device:
@@ -106,13 +106,13 @@ class DraftProposer(TreeProposer):
 
     @property
     def token_map(self) -> Tensor | None:
-        return self._session.tokens
+        return self._texts.tokens
 
     def read_step(self, step: Step) -> Inputs:
-        return {"logits": self._session.start(step)}
+        return {"logits": self._texts.start(step)}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> ModelDrafter:
-        return self._session.start_drafter(inputs["logits"])
+        return self._texts.start_drafter(inputs["logits"])
 
     def draft(self, step: Step, levels: int, most: int) -> Tree:
         return self._sample(step, levels) if self.sampled else super().draft(step, levels, most)
@@ -127,14 +127,14 @@ class DraftProposer(TreeProposer):
         if self._map is None or is_part or any(sampling.processors for sampling in step.samplings):
             return super()._search(step, levels, most, start)
         draft = super()._search(step, levels, most, self._start_own)
-        return retokenize(draft, step, self._session, most)
+        return retokenize(draft, step, self._texts, most)
 
     def _start_own(self, inputs: Mapping[str, Tensor], target: Target, samplings: Sequence[Sampling]) -> ScoredDrafter:
         """A drafter of the draft model's own tokens. Each gets the noise of the first target token of its text."""
         assert self._map is not None
         keys = inputs.get("keys")
         tokens = None if keys is None else self._map.place("first_tokens", inputs["roots"].device)
-        inner = self._session.start_drafter(inputs["logits"], is_own=True)
+        inner = self._texts.start_drafter(inputs["logits"], is_own=True)
         return ScoredDrafter(inner, samplings=samplings, keys=keys, noise_tokens=tokens)
 
     def _sample(self, step: Step, levels: int) -> Tree:
@@ -145,7 +145,7 @@ class DraftProposer(TreeProposer):
         if self.adaptive:
             levels = self.draft_budget.choose_levels(self._acceptance.expect(levels))
         self._acceptance.draft(levels)
-        roots, drafter = self.find_roots(step), self._session.start_drafter(self._session.start(step))
+        roots, drafter = self.find_roots(step), self._texts.start_drafter(self._texts.start(step))
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.
         noise = to_uniforms(find_noise(step, levels, DRAFT).to(roots.device))
@@ -154,7 +154,7 @@ class DraftProposer(TreeProposer):
             if level:
                 drafter.extend(torch.zeros_like(tokens[:, -1:]), tokens[:, -1:])
             prefixes = [torch.cat([text, drafted]) for text, drafted in zip(texts, tokens[:, 1:], strict=True)]
-            logits = self._session.spread(self._session.fit(drafter.read_logits[:, 0]))
+            logits = self._texts.spread(self._texts.fit(drafter.read_logits[:, 0]))
             qs.append(find_q(step, logits, prefixes))
             sampled = inverse_cdf(qs[-1], noise[:, level]).clamp(max=logits.shape[1] - 1)  # all are 0 after NaN
             tokens = torch.cat([tokens, sampled[:, None]], dim=1)

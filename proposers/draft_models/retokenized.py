@@ -14,30 +14,30 @@ import torch
 
 from decode import Step
 from decode.devices.transfer import read
-from proposers.draft_models.session import DraftSession
+from proposers.draft_models.texts import ReadTexts
 from proposers.draft_models.vocabulary import VocabularyMap, cut_character
 from proposers.search import Draft, DraftToken
 
 BEFORE = 8  # tokens of the text before a draft that are cut together with it
 
 
-def retokenize(draft: Draft, step: Step, session: DraftSession, nodes: int) -> Draft:
+def retokenize(draft: Draft, step: Step, texts: ReadTexts, nodes: int) -> Draft:
     """The best trees of at most `nodes` nodes in the target's tokens, for a draft in the draft model's own.
 
     A node's score is that of the draft token with its last byte.
     """
-    assert draft.largest.scores is not None and session.vocabulary is not None
+    assert draft.largest.scores is not None and texts.vocabulary is not None
     numbers = torch.stack(
         [draft.largest.tokens.double(), draft.largest.parents.double(), draft.largest.scores.double()]
     )
     rows = []
     for row, (tokens, parents, scores) in enumerate(read(numbers).transpose(0, 1).tolist()):
-        before, partial = step.sequences[row][-BEFORE:], session.find_unread(row)
+        before, partial = step.sequences[row][-BEFORE:], texts.find_unread(row)
         drafted = [
             DraftToken(int(token), int(parent), score)
             for token, parent, score in zip(tokens, parents, scores, strict=True)
         ]
-        branches = Branches(session.vocabulary, before, partial)
+        branches = Branches(texts.vocabulary, before, partial)
         branches.add_paths(drafted[: int(draft.largest.sizes[row])])
         rows.append(branches.nodes)
     return Draft.of_rows(step.bonus, rows, nodes, draft)

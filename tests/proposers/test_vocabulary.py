@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcess
 from decode import Sampling, Target, generate
 from proposers import DraftProposer, MergedProposer
 from proposers.draft_models.retokenized import Branches
-from proposers.draft_models.session import DraftSession
+from proposers.draft_models.texts import ReadTexts
 from proposers.draft_models.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
 from proposers.search import DraftToken
 from tests.support.drafting import Recorder
@@ -275,10 +275,10 @@ def test_the_intersection_rule_keeps_the_targets_distribution() -> None:
     ours, theirs = letters("xca"), letters("abc")
     vocabulary = VocabularyMap(ours, theirs, 5, 5)
     small: Any = SimpleNamespace(config=SimpleNamespace(), model=SimpleNamespace())
-    session = DraftSession(small)
-    session.vocabulary, session._step = vocabulary, SimpleNamespace(target=SimpleNamespace(vocabulary=5))
-    session._find_drafted(torch.device("cpu"))
-    assert session.tokens is not None and session.tokens.tolist() == [0, 1, 2, 4]
+    texts = ReadTexts(small)
+    texts.vocabulary, texts._step = vocabulary, SimpleNamespace(target=SimpleNamespace(vocabulary=5))
+    texts._find_drafted(torch.device("cpu"))
+    assert texts.tokens is not None and texts.tokens.tolist() == [0, 1, 2, 4]
 
     class Mapped(Distributions):
         """The draft's probabilities of its own tokens, as `DraftProposer` gives them to the rule."""
@@ -287,8 +287,8 @@ def test_the_intersection_rule_keeps_the_targets_distribution() -> None:
 
         def q(self, prefix: Prefix) -> torch.Tensor:
             own = super().q(prefix).log()
-            fitted = session.fit(own)[..., self.order]
-            return session.spread(fitted).softmax(dim=-1)
+            fitted = texts.fit(own)[..., self.order]
+            return texts.spread(fitted).softmax(dim=-1)
 
     for kind in ("generic", "close", "zeros in q", "zeros in p"):
         models = Mapped(kind, vocabulary=5, seed=3)
@@ -329,4 +329,4 @@ def test_a_notice_tells_how_much_is_shared(capsys: pytest.CaptureFixture[str]) -
     assert told.count("another tokenizer") == 1 and "may do better" in told
     with pytest.raises(ValueError, match="not both have a tokenizer"):
         DraftProposer(Target(small.model)).begin(large)
-    assert torch.equal(proposer._session.translate(torch.tensor([0, 1])), torch.tensor([0, 1]))  # special tokens
+    assert torch.equal(proposer._texts.translate(torch.tensor([0, 1])), torch.tensor([0, 1]))  # special tokens

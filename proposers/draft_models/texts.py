@@ -1,4 +1,4 @@
-"""A draft model's cache of the texts of a stream, and the drafter that reads drafts level by level.
+"""The texts of a stream as far as a draft model has read them, and the drafter that reads drafts level by level.
 
 Shapes: B rows, W paths, R read draft tokens, D the draft model's outputs, V the target's vocabulary.
 """
@@ -21,8 +21,8 @@ from decode.trees.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap
 
 
-class DraftSession:
-    """A draft model's cache of the texts of one stream. Tokens are not read before a draft needs them.
+class ReadTexts:
+    """The texts of one stream in a draft model's KV cache. Tokens are not read before a draft needs them.
 
     vocabulary: how the target's tokens are read; None: as they are.
     """
@@ -63,7 +63,7 @@ class DraftSession:
         self._drafter, self._step = None, step
         self._follow_texts(step, None)
         self._session = Session(self.draft, len(step.request_ids))
-        for row in range(len(step.request_ids)) if old is not None else ():
+        for row in range(len(step.request_ids)):
             text = self.text(row)[:-1]
             found = [old.find_beginning(place, count_common(each, text)) for place, each in enumerate(known)]
             if (length := max(found, default=0)) >= SHORTEST:
@@ -163,8 +163,8 @@ class ModelDrafter:
     is_own: in the draft model's own tokens, all of them; else in the target's.
     """
 
-    def __init__(self, session: DraftSession, step: Step, logits: Tensor, is_own: bool) -> None:
-        self._session, self._step, self.is_own = session, step, is_own
+    def __init__(self, texts: ReadTexts, step: Step, logits: Tensor, is_own: bool) -> None:
+        self._texts, self._step, self.is_own = texts, step, is_own
         self.read_logits = logits[:, None]  # [B, W, D] after the paths
         nothing = torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
         self._tokens, self._parents = nothing, nothing  # [B, R] of the draft tokens that were read
@@ -176,12 +176,12 @@ class ModelDrafter:
         """The logits [B, W, S], processed as the target's will be; [B, W, D] in the draft model's own tokens."""
         if self.is_own:
             return self.read_logits
-        fitted = self._session.fit(self.read_logits)
+        fitted = self._texts.fit(self.read_logits)
         if not any(sampling.processors for sampling in self._step.samplings):
             return fitted
-        rows, drafted = [], self._session.tokens
+        rows, drafted = [], self._texts.tokens
         for row, sampling in enumerate(self._step.samplings):
-            scores = upcast_half(self._session.spread(fitted[row]))
+            scores = upcast_half(self._texts.spread(fitted[row]))
             if sampling.processors:
                 prefixes = self._find_prefixes(row, len(scores))
                 ids = [self._step.request_ids[row]] * len(scores)
@@ -196,12 +196,12 @@ class ModelDrafter:
         self._parents = torch.cat([self._parents, above], dim=1)
         sizes = torch.full_like(tokens[:, 0], read + tokens.shape[1])
         self._is_chain = self._is_chain and tokens.shape[1] == 1
-        own = self._tokens if self.is_own else self._session.translate(self._tokens)
+        own = self._tokens if self.is_own else self._texts.translate(self._tokens)
         if self._is_chain:
             self._tree = Tree.chain_of(own, sizes)
         else:
             self._tree = Tree(own, self._parents, sizes, height=self._level)
-        self.read_logits, self._level = self._session.verify(self._tree, read), self._level + 1
+        self.read_logits, self._level = self._texts.verify(self._tree, read), self._level + 1
 
     def find_read(self, accepted: Mapping[int, Sequence[int]]) -> list[list[int]]:
         """Which of the tokens that were read are in each row's text now, in its order.
