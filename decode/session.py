@@ -6,6 +6,7 @@ Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, Protocol, Self, TypeAlias
@@ -219,7 +220,8 @@ class Session:
     def run(self, inputs: dict[str, Any]) -> Verdict:
         """The model's forward pass. It writes to the slots that the cache has reserved."""
         target = self.target
-        with capture_features(target.model, self.layers) as captured:
+        none: AbstractContextManager[dict[int, Tensor]] = nullcontext({})
+        with capture_features(target.model, self.layers) if self.layers else none as captured:
             output = target.run(self.cache, **inputs)
         features = [captured[layer].to(target.device) for layer in self.layers]
         return Verdict(output.logits.to(target.device), torch.cat(features, dim=-1) if features else None)

@@ -59,7 +59,7 @@ class Teacher:
         output = model.get_output_embeddings()
         hook = output.register_forward_pre_hook(lambda _, args: (args[0][answers][None], *args[1:]))
         try:
-            with capture_features(model, self.layers) as captured, self.target.backend.running(long_texts=True):
+            with capture_features(model, self.layers) as captured, self.target.backend.reading_texts():
                 logits = model(input_ids=tokens, use_cache=False).logits[0]  # [A, V] of all examples
         finally:
             hook.remove()

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import prod
 from platform import machine
 from typing import Any
@@ -99,8 +99,8 @@ class CpuBackend(Backend):
     def pack_linear(self, layer: nn.Linear) -> nn.Module:
         return pack_linear(layer) if can_pack(layer) else layer
 
-    def running(self, long_texts: bool = False) -> AbstractContextManager[None]:
-        return expecting_many_rows() if long_texts else nullcontext()
+    def reading_texts(self) -> AbstractContextManager[None]:
+        return expecting_many_rows()
 
     def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
         return passing_flat(counts)

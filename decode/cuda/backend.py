@@ -59,7 +59,7 @@ class CudaBackend(Backend):
     def pack_layers(self, module: nn.Module) -> None:
         merge_layers(module, lambda layer: type(layer) is nn.Linear)
 
-    def running(self, long_texts: bool = False) -> AbstractContextManager[None]:
+    def running(self) -> AbstractContextManager[None]:
         """By torch's own attention kernels but cuDNN's.
 
         cuDNN makes a plan for each new shape, and nearly every draft tree has one: 43 ms each on an H200, where the

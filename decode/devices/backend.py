@@ -32,7 +32,7 @@ class Backend:
     rows, in a pass that reads prompts; fewer would not keep the device busy. fixed_costs: the sizes and seconds of a
     cost curve for runs that measure none. default_dtype: of models. attention: the function that models attend by, for
     transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`. lacks:
-    modes of `accelerate` that it has not.
+    modes of `accelerate` that it has not. running: where passes of models run.
     """
 
     waits, pins, takes_blocks = True, False, False
@@ -43,6 +43,7 @@ class Backend:
     attention: str | None = None
     attend: Callable[..., Tensor] | None = None
     lacks: tuple[str, ...] = "compiled", "graphs"
+    running: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -101,10 +102,9 @@ class Backend:
         """A linear layer, packed."""
         return layer
 
-    def running(self, long_texts: bool = False) -> AbstractContextManager[None]:
-        """Where passes of models run. long_texts: of many tokens, and not for decoding: there, no token's result may
-        depend on how many others there are."""
-        return nullcontext()
+    def reading_texts(self) -> AbstractContextManager[None]:
+        """Where passes over many tokens run, but not those of decoding: a token's result may depend on their number."""
+        return self.running()
 
     def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
         """Where a flat pass runs, see `can_pass_flat`. counts [B]: of each row's nodes."""
