@@ -51,8 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
     """Runs a command where no model can be loaded."""
     monkeypatch.chdir(folder)
-    for place in ("scripts.shared.options.load_model", "scripts.shared.options.load_draft_model"):
-        monkeypatch.setattr(place, lambda *given, **settings: pytest.fail("a model was loaded"))
+    for loader in ("Target.load", "load_model", "load_draft_model"):
+        fail = lambda *given, **settings: pytest.fail("a model was loaded")  # noqa: E731
+        monkeypatch.setattr(f"scripts.shared.options.{loader}", fail)
     return lambda script, *arguments: run_main(script.main, *arguments)
 
 
@@ -116,5 +117,5 @@ def test_a_folder_without_a_head_is_reported(call: Call, folder: Path) -> None:
 def test_peagle_heads_begin_with_eagle3_heads(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one kind that another one may become; so the model is loaded."""
     loaded: Callable[..., Any] = lambda *given, **settings: (_ for _ in ()).throw(ValueError("loaded"))  # noqa: E731
-    monkeypatch.setattr("scripts.shared.options.load_model", loaded)
+    monkeypatch.setattr("scripts.shared.options.Target.load", loaded)
     call(train, *TRAIN, "peagle", "--init", "eagle3").refused("draftless train: error: loaded")
