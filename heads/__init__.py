@@ -5,8 +5,8 @@ from pathlib import Path
 from heads.checkpoint import load_head, save_head
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
-from heads.formats.layout import HEADS
 from heads.hydra import HydraConfig, HydraHead
+from heads.kinds import KINDS, Kind
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
 from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
@@ -15,7 +15,7 @@ from heads.mtp import MtpConfig, MtpHead
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model
 
 __all__ = [
-    "HEADS",
+    "KINDS",
     "PRETRAINED",
     "DFlashConfig",
     "DFlashHead",
@@ -25,6 +25,7 @@ __all__ = [
     "EagleHead",
     "HydraConfig",
     "HydraHead",
+    "Kind",
     "LayerCache",
     "LayerConfig",
     "MedusaConfig",

@@ -15,22 +15,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from heads.atomic_write import write_aside
-from heads.formats.dflash import export_dflash, is_dflash, read_dflash
-from heads.formats.eagle import (
-    export_eagle,
-    export_eagle3,
-    export_peagle,
-    is_eagle,
-    is_eagle3,
-    is_peagle,
-    read_eagle,
-    read_eagle3,
-    refuse_unknown,
-)
+from heads.formats.eagle import refuse_unknown
 from heads.formats.layout import (
     OWN,
-    Head,
     Layout,
+    TargetSizes,
     assemble,
     choose_dtype,
     convert,
@@ -39,25 +28,14 @@ from heads.formats.layout import (
     read_token_map,
     section,
 )
-from heads.formats.medusa import export_medusa, is_hydra, is_medusa, read_hydra, read_medusa
-from heads.formats.mtp import is_mtp, read_mtp
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
-
-# Published heads by their tensors' names, in this order; then EAGLE heads, whose config is checked first.
-RECOGNIZED: dict[str, Any] = {"mtp": is_mtp, "hydra": is_hydra, "medusa": is_medusa, "dflash": is_dflash}
-READERS: dict[str, Any] = {"hydra": read_hydra, "medusa": read_medusa, "eagle": read_eagle}
-EXPORTS: dict[str, Any] = {
-    "medusa": export_medusa,
-    "eagle": export_eagle,
-    "eagle3": export_eagle3,
-    "peagle": export_peagle,
-    "dflash": export_dflash,
-}
+from heads.kinds import KINDS, Kind, get_kind
+from heads.vocabulary import VocabularyHead
 
 
 def load_head(
     folder: str | Path, dtype: torch.dtype | None = None, vocab_size: int | None = None, layers: int | None = None
-) -> Head:
+) -> VocabularyHead:
     """A head from a local folder, ours or a published one, on the CPU.
 
     dtype: of its weights; None keeps the file's. vocab_size, layers: the target's, for files without them. Embeddings
@@ -66,7 +44,7 @@ def load_head(
     """
     path = find_folder(folder)
     try:
-        return assemble(*_read(path, vocab_size, layers), dtype)
+        return assemble(*_read(path, TargetSizes(vocab_size, layers)), dtype)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
@@ -80,32 +58,21 @@ def find_kind(folder: str | Path) -> str:
     path = find_folder(folder)
     try:
         tensors, metadata = read_weights(path)
-        config = _read_config(path, metadata)
-        own = section(config, OWN)
-        if "kind" not in own:
-            return _recognize(tensors, config)
-        read_own(own, tensors)  # refuses an unknown kind
+        return _find_kind(tensors, _read_config(path, metadata)).name
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
-    return str(own["kind"])
 
 
-def _read(path: Path, vocab_size: int | None, layers: int | None) -> tuple[Layout, Mapping[str, Tensor]]:
-    """The layout and the tensors of the head in a folder."""
+def _read(path: Path, sizes: TargetSizes) -> tuple[type[VocabularyHead], Layout, Mapping[str, Tensor]]:
+    """The class, the layout and the tensors of the head in a folder."""
     tensors, metadata = read_weights(path)
     config = _read_config(path, metadata)
-    own = section(config, OWN)
+    own, kind = section(config, OWN), _find_kind(tensors, config)
     tensors = read_token_map(tensors, own)
     if "kind" in own:
-        return read_own(own, tensors), tensors
-    kind = _recognize(tensors, config)
-    if kind == "mtp":
-        return read_mtp(tensors, config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if kind in ("dflash", "eagle3", "peagle"):
-        reads_layers = read_dflash if kind == "dflash" else read_eagle3
-        return reads_layers(shapes, config, vocab_size, layers), tensors
-    return READERS[kind](shapes, config, vocab_size), tensors
+        return kind.network, read_own(kind.config, kind.format.for_servers, own, tensors), tensors
+    assert kind.format.read is not None
+    return kind.network, kind.format.read(tensors, config, sizes), tensors
 
 
 def find_folder(folder: str | Path) -> Path:
@@ -116,7 +83,7 @@ def find_folder(folder: str | Path) -> Path:
     return path
 
 
-def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_head(head: VocabularyHead, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Save a head in a new folder, or replace the head saved there. dtype: of the weights; None keeps the head's.
 
     Files are replaced atomically and the weights contain the config, so a kill or a full disk leaves a whole head.
@@ -124,9 +91,10 @@ def save_head(head: Head, folder: str | Path, dtype: torch.dtype | None = None) 
     """
     path = Path(folder)
     check_overwrite(path)
-    export = EXPORTS.get(head.kind, lambda head: (head.state_dict(), {"model_type": head.kind}))
-    states, config = export(head)
-    config[OWN] = {"kind": head.kind, **asdict(head.config), **config.get(OWN, {})}
+    kind = get_kind(head.kind)
+    states, config = kind.format.export(head)
+    origin = {"origin": kind.origin} if kind.origin else {}
+    config[OWN] = {"kind": kind.name, **origin, **asdict(head.config), **config.get(OWN, {})}
     saved_dtype = dtype or next(head.parameters()).dtype
     config["torch_dtype"] = str(saved_dtype).removeprefix("torch.")  # without it, servers assume the target's
     path.mkdir(parents=True, exist_ok=True)
@@ -157,15 +125,15 @@ def _format(config: dict[str, Any]) -> str:
     return re.sub(r"\[[\d\s,]*]", lambda numbers: " ".join(numbers[0].split()), json.dumps(config, indent=2))
 
 
-def _recognize(names: Collection[str], config: dict[str, Any]) -> str:
-    """The kind of a published head with these names of tensors. Raises ValueError if it is of no known kind."""
-    if found := next((kind for kind, is_kind in RECOGNIZED.items() if is_kind(names)), None):
+def _find_kind(names: Collection[str], config: dict[str, Any]) -> Kind:
+    """The kind of a head with these names of tensors. Raises ValueError if it is of no known kind."""
+    own = section(config, OWN)
+    if "kind" in own:
+        return get_kind(str(own["kind"]), str(own.get("origin", "")))
+    found = next((kind for kind in KINDS.values() if kind.format.recognizes(names)), None)
+    if found is not None:
         return found
     refuse_unknown(config)
-    if is_eagle3(names):
-        return "peagle" if is_peagle(names) else "eagle3"
-    if is_eagle(names):
-        return "eagle"
     if "fc.weight" in names:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
     if any(name.startswith(("model.layers.", "model.language_model.", "language_model.")) for name in names):

@@ -61,8 +61,6 @@ class DFlashConfig(HeadConfig):
     def __post_init__(self) -> None:
         check_features(self.features)
         check_block(self.mask_token, self.vocab_size, heads=self.heads, layers=self.layers)
-        if self.output == "own":
-            raise ValueError("a block head has one output matrix; choose shared or target")
         if self.full_layers and (self.layer.window is None or not {*self.full_layers} < {*range(self.layers)}):
             raise ValueError(
                 f"full_layers is {list(self.full_layers)}; the head has {self.layers} layers, and one of them at least "
@@ -113,7 +111,7 @@ class DFlashHead(VocabularyHead):
     """
 
     kind = "dflash"
-    reads_all_features = True
+    reads_all_features = begins_with_tokens = True
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:

@@ -29,10 +29,6 @@ class EagleConfig(HeadConfig):
     embedding: bool = False  # its own token embeddings instead of the target's
     output: Output = "target"
 
-    def __post_init__(self) -> None:
-        if self.output == "own":
-            raise ValueError("an EAGLE head has one output matrix; choose shared or target")
-
 
 class EagleHead(VocabularyHead):
     """Predicts feature f_(i+1) from feature f_i and token t_(i+1), at position i; drafting feeds predictions back.
@@ -83,8 +79,6 @@ class Eagle3Config(HeadConfig):
         check_features(self.features)
         if self.layers < 1:
             raise ValueError(f"layers is {self.layers}; an EAGLE-3 head has at least one")
-        if self.output == "own":
-            raise ValueError("an EAGLE-3 head has one output matrix; choose shared or target")
         if self.output == "target" and (self.draft_size or self.vocab_size) < self.vocab_size:
             raise ValueError("a draft vocabulary needs an output matrix of its own, lm_head.weight; choose shared")
         if self.fc_norm and self.norm_before_fc:

@@ -40,10 +40,6 @@ class MtpConfig(HeadConfig):
     embedding: bool = False
     output: Output = "target"
 
-    def __post_init__(self) -> None:
-        if self.output == "own":
-            raise ValueError("an MTP module has one output matrix; choose shared or target")
-
 
 class MtpHead(VocabularyHead):
     """Predicts a state from the target's last one and the token after it, as `EagleHead` does.

@@ -31,14 +31,15 @@ class HeadConfig:
 class VocabularyHead(nn.Module):
     """Base of all heads: the output layer, the draft vocabulary, and token embeddings of its own if its config has any.
 
-    output: "own" is an output matrix [D, H] for each of the `matrices` heads, "shared" one for all, "target" the
+    output: "own" is an output matrix [D, H] for each of several heads, `matrices`; "shared" one for all; "target" the
     target's with its bias, which `borrow` sets and the state dict omits. With a draft vocabulary, `token_map` [D]
     holds the target's token ids, ascending. Raises ValueError if `output` or the draft vocabulary is not valid.
     """
 
-    kind: ClassVar[str]  # its key in HEADS
+    kind: ClassVar[str]  # the name of its `heads.kinds.Kind`
     features: tuple[int, ...] = (-1,)  # the hidden states it reads, in transformers' numbering
     reads_all_features = False  # of a text, to attend to them; else the last committed token's alone
+    begins_with_tokens = False  # its states begin as embeddings; else as fused features
     in_float32: tuple[str, ...] = ()  # parts of names of tensors that no format narrower than float32 may hold
     config: Any  # the config class of its kind
     embed_tokens: nn.Embedding | None  # None: the target's
@@ -46,12 +47,14 @@ class VocabularyHead(nn.Module):
     borrowed: Tensor | None
     borrowed_bias: Tensor | None
 
-    def __init__(self, config: HeadConfig, output: Output, matrices: int = 1, bias: bool = False) -> None:
+    def __init__(self, config: HeadConfig, output: Output, matrices: int = 0, bias: bool = False) -> None:
         super().__init__()
         hidden_size, vocab_size = config.hidden_size, config.vocab_size
         draft_size = config.draft_size or vocab_size
         if output not in ("own", "shared", "target"):
             raise ValueError(f"output is {output!r}; choose own, shared or target")
+        if output == "own" and not matrices:
+            raise ValueError(f"a head of kind {self.kind} has one output matrix; choose shared or target")
         if not 1 <= draft_size <= vocab_size:
             raise ValueError(f"draft_size is {draft_size}; it must be from 1 to the vocabulary size, {vocab_size}")
         self.config, self.output = config, output

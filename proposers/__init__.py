@@ -8,10 +8,11 @@ from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
 from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.load import HEAD_PROPOSERS, check_options, load_draft_head, load_proposer
+from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
 from proposers.ngram import NGramProposer
+from proposers.options import HEAD_PROPOSERS, check_options, load_kind
 from proposers.sources import AnswerStore, Continuation, Place, Source
 from proposers.tree_proposer import TreeProposer
 
@@ -43,5 +44,6 @@ __all__ = [
     "load_calibration",
     "load_draft_head",
     "load_draft_model",
+    "load_kind",
     "load_proposer",
 ]

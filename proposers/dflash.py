@@ -40,6 +40,12 @@ class DFlashProposer(HeadProposer):
     def is_fixed(self, inputs: Inputs) -> bool:
         return False
 
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        cache = self._history.make_cache(1)
+        cache.write(*self.head.read(self.head.fuse(features[:, :end]), cache.positions(end, text.device)))
+        self.hold_along(cache, begin, end)
+        return {}
+
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> DFlashDrafter:
         return DFlashDrafter(self.head, inputs["roots"], self._history.cache, self.embedding(target))
 

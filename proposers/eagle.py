@@ -67,6 +67,13 @@ class EagleProposer(HeadProposer):
 
         return {"states": self._history.read_all(read)}
 
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        cache, following = self._history.make_cache(1), text[None, 1 : end + 1]
+        positions, fused = cache.positions(end, text.device), self.head.fuse(features[:, :end])
+        states = self.head(self.embedding(target)(following), fused, positions, cache.attend)
+        self.hold_along(cache, begin, end)
+        return {"states": states[0, begin:end]}
+
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         features, embed = part.features.to(self.dtype), self.embedding(target)
         positions = cache.positions(features.shape[1], features.device)
@@ -121,6 +128,14 @@ class PEagleProposer(EagleProposer):
         unread = history.take()
         unread = replace(unread, features=unread.features.to(self.dtype))
         return {"states": draft_ahead(self.head, self.embedding(step.target), history.cache, unread, *self._unknown)}
+
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        super().read_along(target, features, text, begin, end)
+        cache, one = self._history.cache, torch.ones(end - begin, dtype=torch.long, device=text.device)
+        cache.crop(range(begin, end))  # the last feature is read with what is unknown
+        fused, roots = self.head.fuse(features[0, begin:end, None]), text[begin + 1 : end + 1, None]
+        last, unknown = FeaturePart(fused, roots, one, one.tolist()), self.head.unknown(self.depth - 1)
+        return {"states": draft_ahead(self.head, self.embedding(target), cache, last, *unknown)}
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return False

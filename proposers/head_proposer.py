@@ -20,8 +20,8 @@ from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
-from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures
-from proposers.search import RANKS, Draft
+from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last_features
+from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 
 
@@ -37,6 +37,7 @@ class HeadProposer(TreeProposer):
     head that was trained for another target.
     """
 
+    options: ClassVar[tuple[str, ...]] = ("nodes", "depth", "width")  # of `load_proposer`
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
     usual_width: ClassVar[int]
     usual_ranks: ClassVar[int] = RANKS
@@ -142,6 +143,29 @@ class HeadProposer(TreeProposer):
         cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))
         cache.keep(part.counts, part.counts_tensor)
         return features
+
+    def read_step(self, step: Step) -> Inputs:
+        """See `TreeProposer`. Here for heads that read the last feature alone."""
+        return {"last": pick_last_features(step).to(self.dtype)}
+
+    def start_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Drafter:
+        """A drafter with a row for each position from `begin` to `end - 1`, as if the text ended there with its root.
+
+        features [1, N, F]: the target's; text [N]. The root is the token after the position.
+        """
+        inputs = self.read_along(target, features.to(self.dtype), text, begin, end)
+        return self.start_drafter(inputs | {"roots": text[begin + 1 : end + 1]}, target)
+
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        """As `read_step`, for the rows of `start_along`."""
+        return {"last": features[0, begin:end]}
+
+    def hold_along(self, cache: LayerCache, begin: int, end: int) -> None:
+        """Let each row of `start_along` attend to its part of a text that was written to a cache."""
+        cache.keep([end])
+        cache.select([0] * (end - begin))
+        cache.crop(range(begin + 1, end + 1))
+        self._history.cache = cache
 
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:

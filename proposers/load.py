@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,51 +12,35 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from decode import PlainProposer, Proposer, Target
-from decode.models.loading import check_model
-from decode.request import read_nodes
-from decode.requests.answer import read_count
+from decode import Proposer, Target
 from decode.requests.arguments import naming_arguments
 from decode.target import check_target
-from heads import PRETRAINED
-from heads.checkpoint import find_folder, find_kind, is_saved_head, load_head
-from heads.formats.layout import Head
+from heads.checkpoint import find_folder, is_saved_head, load_head
+from heads.kinds import KINDS, Kind
+from heads.vocabulary import VocabularyHead
 from proposers.calibration import load_calibration
-from proposers.dflash import DFlashProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
-from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
-from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
-from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
-from proposers.ngram import NGramProposer
+from proposers.merged import MergedProposer
+from proposers.options import (
+    HEAD_PROPOSERS,
+    OPTIONS,
+    TABLE,
+    DraftingOptions,
+    check_drafting,
+    find_head,
+    find_pretrained_folder,
+    find_proposer,
+    load_kind,
+    refuse_kind,
+)
 from proposers.own_class import find_own, is_own_class, load_own
 from proposers.sources import AnswerStore
 from proposers.tree_proposer import TreeProposer
 
-_MERGED, _TRAINED, _SHAPE = ("head", "draft_model", "store", "nodes"), ("head", "nodes"), ("depth", "width")
-_TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and options of `load_proposer`
-    "none": (PlainProposer, ()),
-    "ngram": (NGramProposer, ()),
-    "suffix": (SuffixProposer, ("store", "nodes")),
-    "recycling": (RecyclingProposer, ("nodes",)),
-    "lookahead": (LookaheadProposer, ("nodes",)),
-    "merged": (MergedProposer, _MERGED),
-    "draft": (DraftProposer, ("draft_model", "draft_layers", "draft_proposer", "sampled", "nodes", *_SHAPE)),
-    "medusa": (MedusaProposer, _TRAINED),
-    "multi-token": (MultiTokenProposer, _TRAINED),
-    "hydra": (HydraProposer, _TRAINED),
-    "eagle": (EagleProposer, (*_TRAINED, *_SHAPE)),
-    "eagle3": (EagleProposer, (*_TRAINED, *_SHAPE)),
-    "peagle": (PEagleProposer, (*_TRAINED, *_SHAPE)),
-    "dflash": (DFlashProposer, (*_TRAINED, *_SHAPE)),
-    "mtp": (MtpProposer, (*_TRAINED, *_SHAPE)),
-}
-OPTIONS = {name: options for name, (_, options) in _TABLE.items()} | {"auto": _MERGED}
-HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {
-    name: make for name, (make, _) in _TABLE.items() if isinstance(make, type) and issubclass(make, HeadProposer)
-}
+SHAPE = "nodes", "depth", "width"
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
 
@@ -73,7 +55,6 @@ def load_proposer(
     *,
     head: str | Path | None = None,
     draft_model: Target | str | Path | None = None,
-    draft_layers: int | None = None,
     draft_proposer: Proposer | str | Path | None = None,
     nodes: int | None = None,
     depth: int | None = None,
@@ -83,13 +64,12 @@ def load_proposer(
 ) -> Proposer:
     """A proposer that is ready for this target.
 
-    name: a key of `OPTIONS`, the folder of a head or a draft model, or a class of your own as "FILE.py:CLASS", which is
-    called without arguments. "auto" is "merged" with the pretrained head for this target's weights, or without a head
-    if there is none.
+    name: a key of `OPTIONS`, the folder of a head or a draft model, or a class of your own as "FILE.py:CLASS": a
+    proposer, which is called without arguments, or a kind of head. "auto" is "merged" with the pretrained head for this
+    target's weights, or without a head if there is none.
     head: the folder of a trained head, or the kind of a pretrained one, such as "hydra". None takes the pretrained head
     of the kind that `name` is; for "mtp", the module in the target's checkpoint. "merged" then has no head.
     draft_model: for "draft", and for "merged" instead of a head: a target, or a folder or hub id to load.
-    draft_layers: for "draft": only the first layers of the model to load; without draft_model, of the target's.
     store: finished answers to draft from, see `MergedProposer`.
     draft_proposer: for "draft": what drafts for the draft model (`StagedProposer`): a proposer, or a name or folder as
     `name` is.
@@ -99,136 +79,33 @@ def load_proposer(
     another target; TypeError unless `target` is a target.
     """
     check_target(target, name, "load_proposer({}, target)")
-    options: dict[str, Any] = {"head": head, "draft_model": draft_model, "nodes": nodes, "store": store}
-    options |= {
-        "draft_layers": draft_layers,
-        "draft_proposer": draft_proposer,
-        "depth": depth,
-        "width": width,
-        "sampled": sampled,
-    }
-    given = _check_options(name, options)
+    options = DraftingOptions(head, draft_model, draft_proposer, nodes, depth, width, sampled, store)
+    check_drafting(name, options)
+    shape = options.select(SHAPE)
     if is_own_class(name):
-        return load_own(str(name))
-    if name not in OPTIONS and is_trained_draft(Path(name)):
-        return _load_draft_proposer(target, name, **given)
-    if name not in OPTIONS:
-        return _load_head_proposer(None, Path(name), target, **given)
-    chosen, model = given.pop("head", None), given.pop("draft_model", None)
-    if _names_own_module(name, chosen):
-        chosen = find_checkpoint(target)
+        if not issubclass(find_own(str(name)), Kind):
+            return load_own(str(name))
+        return _load_head_proposer(load_kind(str(name)).name, find_folder(str(head)), target, **shape)
+    if name not in OPTIONS and not is_trained_draft(Path(name)):
+        return _load_head_proposer(None, Path(name), target, **shape)
+    if name == "draft" or name not in OPTIONS:
+        return _load_draft_proposer(target, name if draft_model is None else draft_model, options)
     if name in HEAD_PROPOSERS:
-        return _load_head_proposer(str(name), find_head(str(name), chosen), target, **given)
-    if name == "draft":
-        return _load_draft_proposer(target, model, **given)
-    if name in ("merged", "auto"):
-        drafter: TreeProposer | None = None
-        if model is not None:
-            drafter = _load_draft_proposer(target, model)  # type: ignore[assignment]  # without a proposer of its own
-        elif chosen is not None:
-            drafter = _load_head_proposer(None, find_head(str(name), chosen), target)
-        elif name == "auto":
-            drafter = find_pretrained(target)
-        return MergedProposer(drafter=drafter, **given)
-    return _TABLE[str(name)][0](**given)
+        return _load_head_proposer(str(name), find_head(str(name), head) or find_checkpoint(target), target, **shape)
+    make, has = TABLE["merged" if name == "auto" else str(name)]
+    given = options.select({*has} - {"head", "draft_model"})
+    return make(**given, **({"drafter": _load_drafter(str(name), target, options)} if make is MergedProposer else {}))
 
 
-def check_options(name: str | Path, options: Mapping[str, Any], *, pretrained: bool = True) -> dict[str, Any]:
-    """Check what `load_proposer` is given, before anything is loaded. Returns the options that are given.
-
-    options: its keyword arguments by name; None and False are not given. pretrained: whether the target may be the
-    default model, which the pretrained heads are for.
-
-    Raises ValueError for an unknown proposer, an option that this proposer does not have, options that exclude each
-    other, sizes out of range, and a missing or unknown file, class, head or draft model.
-    """
-    given = _check_options(name, options, pretrained)
-    if isinstance(given.get("draft_model"), str | Path):
-        check_model(given["draft_model"])
-    return given
-
-
-def _check_options(name: str | Path, options: Mapping[str, Any], pretrained: bool = True) -> dict[str, Any]:
-    """Like `check_options`, but the draft model is not checked.
-
-    That would fetch its config, and loading it finds the same faults.
-    """
-    given = {option: value for option, value in options.items() if value is not None and value is not False}
-    is_folder = name not in OPTIONS and Path(name).is_dir()
-    if is_own_class(name):
-        find_own(str(name))
-    elif not is_folder and name not in OPTIONS:
-        raise ValueError(_explain_unknown(str(name)))
-    if "head" in given and "draft_model" in given:
-        raise ValueError("both head and draft_model name a drafter; give one")
-    if is_folder and "head" in given:
-        raise ValueError(f"both {str(name)!r} and head name a head; give one")
-    kind, has = str(name), OPTIONS.get(str(name), ())
-    if is_folder and is_trained_draft(Path(name)):
-        has = tuple({*OPTIONS["draft"]} - {"draft_model", "draft_layers"})
-    elif is_folder:
-        kind = find_kind(name)
-        has = tuple({*OPTIONS[kind]} - {"head"})
-    _refuse_options(kind, given, has)
-    _check_sizes(given)
-    if "draft_proposer" in given and "sampled" in given:
-        raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
-    if name == "draft" and not {"draft_model", "draft_layers"} & {*given}:
-        raise ValueError("draft needs draft_model, a smaller model, or draft_layers, how many of the target's draft")
-    if (name in HEAD_PROPOSERS or "head" in given) and not _names_own_module(name, given.get("head")):
-        folder = find_head(str(name), options.get("head"))
-        if folder.parent == PRETRAINED and not pretrained:
-            raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
-        _refuse_kind(str(name), folder, find_kind(folder))
-    if isinstance(given.get("draft_proposer"), str | Path):
-        _check_options(given["draft_proposer"], {}, pretrained)
-    return given
-
-
-def _explain_unknown(name: str) -> str:
-    """What is wrong with a name that is neither a proposer's, a folder nor a class of one's own."""
-    if name.endswith(".py"):
-        return f"{name!r} names a file; name the class too: {name}:CLASS"
-    if any(mark in name for mark in (os.sep, os.altsep) if mark):
-        return f"there is no folder {name!r}; a head or a draft model is loaded from its folder"
-    return f"unknown proposer {name!r}; choose from {', '.join(OPTIONS)}, a head's folder and FILE.py:CLASS"
-
-
-def _check_sizes(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for sizes that are no whole numbers from 1 on."""
-    for option in ("nodes", "depth", "width", "draft_layers"):
-        try:
-            if option in given:
-                read_nodes(given[option]) if option == "nodes" else read_count(given[option], option)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-
-
-def _refuse_kind(name: str, folder: Path, kind: str) -> None:
-    """Raise ValueError if a proposer of this name is for heads of another kind."""
-    if name in HEAD_PROPOSERS and name != kind:
-        raise ValueError(f"the head in {folder} is of kind {kind}, not {name}")
-
-
-def _refuse_options(name: str, given: Iterable[str], has: Container[str]) -> None:
-    for option in given:
-        if option not in has:
-            users = ", ".join(user for user, options in OPTIONS.items() if option in options)
-            raise ValueError(f"{name} has no option {option}; it is for {users}")
-
-
-def find_head(name: str, head: str | Path | None) -> Path:
-    """The folder of a proposer's head. Raises ValueError if there is none.
-
-    head: a folder, or the kind of a pretrained head if there is no such folder; None is the kind `name`.
-    """
-    is_kind = head is None or (head in HEAD_PROPOSERS and not Path(head).is_dir())
-    return find_folder(PRETRAINED / (head or name) if is_kind else str(head))
-
-
-def _names_own_module(name: str | Path, head: str | Path | None) -> bool:
-    """Whether the head is the MTP module in the target's own checkpoint."""
-    return "mtp" in (name, head) and head in (None, "mtp") and not (head and Path(head).is_dir())
+def _load_drafter(name: str, target: Target, options: DraftingOptions) -> TreeProposer | None:
+    """What drafts for "merged" or "auto" in addition to its sources."""
+    if options.draft_model is not None:
+        drafter = _load_draft_proposer(target, options.draft_model, DraftingOptions())
+        assert isinstance(drafter, TreeProposer)  # without a proposer of its own
+        return drafter
+    if options.head is not None:
+        return _load_head_proposer(None, find_head(name, options.head) or find_checkpoint(target), target)
+    return find_pretrained(target) if name == "auto" else None
 
 
 def find_checkpoint(target: Target) -> Path:
@@ -254,67 +131,55 @@ def find_pretrained(target: Target) -> HeadProposer | None:
     loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype)
     if key not in loaded:
         kind = FASTEST.get(target.weights_fingerprint or "")
-        folder = PRETRAINED / str(kind)
-        loaded[key] = _load_head_proposer(kind, folder, target) if kind and folder.is_dir() else None
+        folder = find_pretrained_folder(kind) if kind else None
+        loaded[key] = _load_head_proposer(kind, folder, target) if folder is not None and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
 
 
-def _load_head_proposer(kind: str | None, folder: Path, target: Target, **options: Any) -> HeadProposer:
+def _load_head_proposer(kind: str | None, folder: Path, target: Target, **shape: Any) -> HeadProposer:
     """A proposer with the head in a folder, of this kind if one is named.
 
-    Raises ValueError for options that the head does not have, and for a head of another kind or for another target.
+    Raises ValueError for a head of another kind or for another target.
     """
     try:
         head = _load_fitting_head(kind, folder, target)
     except ValueError as error:
-        if folder.parent != PRETRAINED:
+        if folder != find_pretrained_folder(folder.name):
             raise
         raise ValueError(
             f"the pretrained {folder.name} head is for the default model ({error}); pass a head that was trained for "
             'this target: head="FOLDER"'
         ) from error
-    _refuse_options(head.kind, options, OPTIONS[head.kind])
     # In the checkpoint of a model, it is that of the model as a draft.
-    calibration = load_calibration(folder) if head.kind != "mtp" or is_saved_head(folder) else None
-    proposer = HEAD_PROPOSERS[head.kind](head, calibration=calibration, **options).prepare(target)
+    calibration = load_calibration(folder) if not KINDS[head.kind].in_checkpoint or is_saved_head(folder) else None
+    proposer = find_proposer(head.kind)(head, calibration=calibration, **shape).prepare(target)
     _warn_of_weights(str(folder), head.config.target_weights, target)
     return proposer
 
 
 def _load_draft_proposer(
-    target: Target,
-    draft_model: Target | str | Path | None,
-    draft_layers: int | None = None,
-    draft_proposer: Proposer | str | Path | None = None,
-    **options: Any,
+    target: Target, draft_model: Target | str | Path, options: DraftingOptions
 ) -> DraftProposer | StagedProposer:
     """A proposer with a draft model, calibrated if its folder has a calibration."""
+    inner, shape = options.draft_proposer, options.select(SHAPE)
     if not isinstance(draft_model, Target):
-        name = str(target.model.name_or_path if draft_model is None else draft_model)
-        if not name:
-            raise ValueError(
-                "draft_layers needs the name of a model to load, and this target has none; give draft_model"
-            )
         placed: dict[str, Any] = {"dtype": target.dtype, "device": str(target.device)}
-        draft_model = load_draft_model(name, layers=draft_layers, whole=draft_proposer is not None, **placed)
-    elif draft_layers is not None:
-        raise ValueError("draft_layers is for a model to load, and draft_model is loaded already; give its name")
+        draft_model = load_draft_model(str(draft_model), whole=inner is not None, **placed)
     folder = str(draft_model.model.name_or_path)
     proposer: DraftProposer | StagedProposer
-    if draft_proposer is None:
-        calibration = load_calibration(folder) if folder and draft_layers is None else None
-        proposer = DraftProposer(draft_model, calibration=calibration, **options)
+    if inner is None:
+        calibration = load_calibration(folder) if folder else None
+        proposer = DraftProposer(draft_model, calibration=calibration, sampled=options.sampled, **shape)
     else:
-        if isinstance(draft_proposer, str | Path):
-            draft_proposer = load_proposer(draft_proposer, draft_model)
-        proposer = StagedProposer(draft_model, draft_proposer, **options)
+        inner = load_proposer(inner, draft_model) if isinstance(inner, str | Path) else inner
+        proposer = StagedProposer(draft_model, inner, **shape)
     proposer.begin(target)
     _warn_of_weights(folder, getattr(draft_model.model.config, "target_weights", None), target)
     return proposer
 
 
-def load_draft_head(folder: Path | str, target: Target) -> Head:
+def load_draft_head(folder: Path | str, target: Target) -> VocabularyHead:
     """The head in a folder, in the dtype in which it should draft for this target. Errors as in `load_head`.
 
     Drafting takes as long as reading the weights. So it is bfloat16 for a float32 target on a CPU with fast bfloat16,
@@ -326,29 +191,29 @@ def load_draft_head(folder: Path | str, target: Target) -> Head:
     return head
 
 
-def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> Head:
+def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> VocabularyHead:
     """`load_draft_head` without the warning, which would contradict an error that comes later."""
     halve = target.dtype == torch.float32 and not target.backend.waits and target.backend.is_fast_in_bfloat16
     dtype = torch.bfloat16 if halve else target.dtype
     head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
-    _refuse_kind(str(kind), folder, head.kind)
-    HEAD_PROPOSERS[head.kind](head).check(target)
+    refuse_kind(str(kind), folder, head.kind)
+    find_proposer(head.kind)(head).check(target)
     share_matrices(head, target)
     return head
 
 
-def share_matrices(head: Head, target: Target) -> None:
+def share_matrices(head: VocabularyHead, target: Target) -> None:
     """Let a head use the target's embeddings and output matrix where its own are copies of them.
 
     The head's code looks up the rows of its own embeddings. So in a target that scales its embeddings, such as Gemma, a
-    copy is equal to the scaled rows; only block heads, which have a scale of their own, read the raw ones.
+    copy is equal to the scaled rows; only heads with a scale of their own read the raw ones.
     """
-    embeddings = output = None
+    embeddings, output, kind = None, None, KINDS[head.kind]
     if head.embed_tokens is not None:
         embeddings = target.embedding_matrix
-        if head.kind != "dflash" and target.embedding_scale != 1:
+        if not kind.has_own_scale and target.embedding_scale != 1:
             embeddings = embeddings * target.embedding_scale
-    if head.output == "shared" and head.kind in ("eagle", "mtp") and target.output_bias is None:  # others train theirs
+    if head.output == "shared" and not kind.trains_output and target.output_bias is None:
         with suppress(ValueError):  # it has no dense one
             output = target.output_matrix
     head.share(embeddings, output)

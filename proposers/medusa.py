@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode import Step, Target
 from heads import LayerCache
-from proposers.feature_history import FeaturePart, pick_last_features
+from proposers.feature_history import FeaturePart
 from proposers.head_proposer import HeadProposer
 from proposers.tree_proposer import Inputs
 
@@ -22,14 +22,12 @@ from proposers.tree_proposer import Inputs
 class MedusaProposer(HeadProposer):
     """Drafts with a `MedusaHead`: one head a level, which does not see the tokens drafted before."""
 
+    options = ("nodes",)
     usual_width = 32  # following a path costs nothing
     levelwise: ClassVar[bool] = False
 
-    def read_step(self, step: Step) -> Inputs:
-        return {"last": pick_last_features(step)}
-
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
-        return MedusaDrafter(self.head, self.head(inputs["last"].to(self.dtype)))
+        return MedusaDrafter(self.head, self.head(inputs["last"]))
 
 
 class MultiTokenProposer(MedusaProposer):
@@ -39,6 +37,11 @@ class MultiTokenProposer(MedusaProposer):
         last, cache = self._history.read_all(self.reader(step))[:, None], self._history.cache
         positions = cache.positions(1, last.device) - 1
         return {"states": self.head(last, positions, lambda queries, keys, values: cache.look(queries))[:, 0]}
+
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        cache = self._history.make_cache(1)
+        states = self.head(features[:, :end], cache.positions(end, text.device), cache.attend)
+        return {"states": states[0, begin:end]}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
         return MedusaDrafter(self.head, inputs["states"])
@@ -66,19 +69,23 @@ class HydraProposer(HeadProposer):
     A prefix layer (Hydra++) attends to all features of a text.
     """
 
+    options = ("nodes",)
     usual_width = 8
 
     def read_step(self, step: Step) -> Inputs:
         if not self.head.reads_all_features:
-            return {"last": pick_last_features(step)}
+            return super().read_step(step)
         return {"last": self._history.read_all(self.reader(step))}
 
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
         return states
 
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        return {"last": self.head.contextualize(features)[0, begin:end]}
+
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
-        return HydraDrafter(self.head, inputs["last"].to(self.dtype), inputs["roots"], self.embedding(target))
+        return HydraDrafter(self.head, inputs["last"], inputs["roots"], self.embedding(target))
 
 
 class HydraDrafter:

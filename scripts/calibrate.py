@@ -14,20 +14,17 @@ from tqdm import tqdm
 
 from decode import Target, Tree, stream
 from decode.models.loading import check_model
-from heads import LayerCache
 from heads.checkpoint import find_kind, is_saved_head
+from heads.kinds import KINDS
 from heads.vocabulary import top_tokens
-from proposers import HEAD_PROPOSERS, HeadProposer, NGramProposer
+from proposers import HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
-from proposers.dflash import DFlashDrafter, DFlashProposer
 from proposers.draft_models.proposer import has_other_tokens
-from proposers.eagle import EagleDrafter, PEagleProposer, draft_ahead
-from proposers.feature_history import FeaturePart, attend_like_target
 from proposers.load import load_draft_head, load_proposer
-from proposers.medusa import HydraDrafter, HydraProposer, MedusaDrafter, MedusaProposer, MultiTokenProposer
-from proposers.search import RANKS, Drafter
+from proposers.options import find_proposer
+from proposers.search import RANKS
 from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
-from scripts.shared.options import ModelOptions, add_model_options, load_draft, load_target
+from scripts.shared.options import ModelOptions, add_kind_option, add_model_options, load_draft, load_target
 from scripts.shared.prompts import TEMPLATE_OPTION, encode_turn, read_conversations
 from scripts.shared.results import to_markdown
 from scripts.shared.worth import NODES, count, describe_tau, find_worth
@@ -76,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         if args.head is not None:
             head = load_draft_head(folder, target)
-            try_out: TryOut = partial(try_head, target, HEAD_PROPOSERS[head.kind](head).prepare(target))
+            try_out: TryOut = partial(try_head, target, find_proposer(head.kind)(head).prepare(target))
         else:
             draft = load_draft(replace(model, model=str(folder)))
             if has_other_tokens(draft, target):
@@ -93,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_head(folder: Path) -> None:
     """Raise ValueError if a folder has no head, or one whose calibration is not kept there."""
-    if find_kind(folder) == "mtp" and not is_saved_head(folder):
+    if KINDS[find_kind(folder)].in_checkpoint and not is_saved_head(folder):
         raise ValueError(
             f"--head {folder} is a model's checkpoint, where no calibration is kept; save its MTP module in a folder "
             "of its own first: heads.save_head(heads.load_head(CHECKPOINT), FOLDER)"
@@ -106,6 +103,7 @@ def make_parser() -> Parser:
     one = parser.add_mutually_exclusive_group(required=True).add_argument
     one("--head", type=Path, metavar="DIR", help="the head's folder")
     one("--draft-model", type=Path, metavar="DIR", help="or that of a draft model with the model's tokenizer")
+    add_kind_option(parser)
     add("--prompt-file", required=True, metavar="FILE", help=PROMPT_FILE_HELP)
     add("--limit", type=at_least(1), metavar="N", help="use the first N prompts only")
     add("--max-new-tokens", type=at_least(3), default=128, metavar="N", help="default: %(default)s")
@@ -203,7 +201,7 @@ def try_draft_model(draft: Target, prompt: Sequence[int], answer: Sequence[int])
 
 
 def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int) -> Trials:
-    drafter = _start_along_text(target, proposer, features.to(proposer.dtype), text, begin, end)
+    drafter = proposer.start_along(target, features, text, begin, end)
     padded = torch.cat([text, text.new_full((proposer.depth,), -1)])
     log_q, right, known = [], [], []
     for level in range(proposer.depth):
@@ -215,45 +213,6 @@ def _try_part(target: Target, proposer: HeadProposer, features: Tensor, text: Te
         if level + 1 < proposer.depth:
             drafter.extend(torch.zeros_like(truth), truth.clamp(min=0))
     return Trials(*(torch.stack(parts, dim=1).cpu() for parts in (log_q, right, known)))
-
-
-def _start_along_text(
-    target: Target, proposer: HeadProposer, features: Tensor, text: Tensor, begin: int, end: int
-) -> Drafter:
-    """A drafter with a row for each position from `begin` to `end - 1`, as if the text ended there with its root.
-
-    features [1, T, F]: the target's; text [T]. The root is the token after the position.
-    """
-    head, embed, roots = proposer.head, proposer.embedding(target), text[begin + 1 : end + 1]
-    cache = LayerCache(1, attend_like_target, head.window)
-    positions = cache.positions(end, text.device)
-    if isinstance(proposer, HydraProposer):
-        return HydraDrafter(head, head.contextualize(features)[0, begin:end], roots, embed)
-    if isinstance(proposer, MultiTokenProposer):
-        states = head(features[:, :end], positions, cache.attend)
-        return MedusaDrafter(head, states[0, begin:end])
-    if isinstance(proposer, MedusaProposer):
-        return MedusaDrafter(head, head(features[0, begin:end]))
-    fused = head.fuse(features[:, :end])
-    if isinstance(proposer, DFlashProposer):
-        cache.write(*head.read(fused, positions))
-        _repeat(cache, begin, end)
-        return DFlashDrafter(head, roots, cache, embed)
-    states = head(embed(text[None, 1 : end + 1]), fused, positions, cache.attend)[0, begin:end]
-    _repeat(cache, begin, end)
-    if isinstance(proposer, PEagleProposer):
-        cache.crop(range(begin, end))  # the last feature is read with what is unknown
-        one = torch.ones_like(roots)
-        last = FeaturePart(fused[0, begin:end, None], roots[:, None], one, one.tolist())
-        return MedusaDrafter(head, draft_ahead(head, embed, cache, last, *head.unknown(proposer.depth - 1)))
-    return EagleDrafter(head, states, cache, embed)
-
-
-def _repeat(cache: LayerCache, begin: int, end: int) -> None:
-    """Make a row for each position from a cache of one text, which ends there."""
-    cache.keep([end])
-    cache.select([0] * (end - begin))
-    cache.crop(range(begin + 1, end + 1))
 
 
 def fit_calibration(trials: Trials) -> Calibration:

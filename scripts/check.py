@@ -15,10 +15,10 @@ from decode.models.loading import DTYPES
 from heads.checkpoint import check_overwrite, load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
 from proposers.calibration import FILE, load_calibration
-from scripts.checking.report import UNSERVED, check_folder, find_kind_of, report_fault
+from scripts.checking.report import check_folder, find_kind_of, list_servers, report_fault
 from scripts.checking.serving import check_engine
 from scripts.shared.command import Parser, check_output_folder, failing_clearly
-from scripts.shared.options import ModelOptions, load_target
+from scripts.shared.options import ModelOptions, add_kind_option, load_target
 
 EPILOG = """\
 Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
     parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
     parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
+    add_kind_option(parser)
     parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
     parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
     parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_options(args: Namespace, kind: str) -> None:
     """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
-    if args.serve and kind in UNSERVED:
+    if args.serve and "vllm" not in list_servers(kind):
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
     if args.export is not None:
         if kind != "medusa":

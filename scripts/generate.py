@@ -12,7 +12,7 @@ from typing import Any
 from decode import Answer, Chunk, Sampling, stream
 from decode.requests.answer import NO_NUMBERS
 from proposers import AnswerStore, check_options
-from proposers.load import OPTIONS
+from proposers.options import OPTIONS
 from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
 from scripts.shared.options import (
     DRAFTING,

@@ -26,15 +26,14 @@ from heads.checkpoint import load_head, save_head
 from proposers.load import share_matrices
 from scripts.distillation.answers_file import settings_path
 from scripts.head_training.measurements import describe_validation, plot_training, print_plan, validate
-from scripts.head_training.options import DRAFT_LAYERS, SHAPE, TrainOptions, make_parser
+from scripts.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
 from scripts.shared.command import failing_clearly
 from scripts.shared.options import ModelOptions, load_model_only, load_target
 from training.checkpoint import load_checkpoint
 from training.data import Dataset, find_rarest, load_dataset
-from training.draft_model import DraftModel, RolloutLoader
+from training.draft_model import DraftModel
 from training.factory import make_draft_model, make_head, make_objective, make_parallel
 from training.feature_cache import BatchLoader, FeatureCache
-from training.objectives import ANCHORS
 from training.rendering import Renderer
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -51,13 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.check_files()
         accelerator, options = make_accelerator(options)
         target, dataset = load_model_and_data(options)
-        head = (
-            get_draft_model(options, target, dataset) if options.kind == "draft" else get_head(options, target, dataset)
-        )
+        head = get_head(options, target, dataset)
         objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
-        load_batch: Any = BatchLoader(dataset.examples, teacher)
-        if options.rollout:
-            load_batch = RolloutLoader(dataset.examples, teacher, head, options.rollout, options.temperature)
+        load_batch = BatchLoader(dataset.examples, teacher)
         if options.plan:
             print_plan(objective, dataset, options.schedule, load_batch)
             return
@@ -149,21 +144,25 @@ def warn_of_data(files: Sequence[Path], target: Target, dataset: Dataset) -> Non
 
 
 def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
-    """A new head, or that of --init. Raises ValueError if it contradicts other options, or is for another target."""
-    if options.init is None:
-        shape = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not False}
-        torch.manual_seed(options.seed)
-        head = make_head(options.kind, target, dataset.examples, options.draft_vocab, options.prefix, **shape)
+    """A new head or draft model, or that of --init.
+
+    Raises ValueError if it contradicts other options, or is for another target.
+    """
+    torch.manual_seed(options.seed)
+    head: Any
+    if options.kind == "draft":
+        head = _make_draft_model(options, target, dataset)
+    elif options.init is None:
+        head = make_head(options.kind, target, dataset.examples, options.draft_vocab, **options.shape)
     else:
         head = _load_head(options, target, dataset)
     head.config = replace(head.config, target_weights=target.weights_fingerprint)
     return head
 
 
-def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> DraftModel:
-    """A draft model that is cut out of the target, or that of --init. Raises ValueError if it is for another target."""
+def _make_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> DraftModel:
+    """A draft model that is cut out of the target, or that of --init."""
     name = options.model if options.init is None else str(options.init)
-    torch.manual_seed(options.seed)  # of rollouts
     # Apart from the target, whose layers are packed: these are trained.
     model, tokenizer = load_model_only(ModelOptions(name, "float32", options.device))
     layers: Sequence[int] | None = None
@@ -172,9 +171,7 @@ def get_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -> 
         if count >= total:
             raise ValueError(f"--layers is {count}; a draft of this model has 1 to {total - 1}")
         layers = choose_spaced(count, total) if options.cut == "spaced" else range(count)
-    head = make_draft_model(model, tokenizer, target, dataset.examples, layers, options.draft_vocab)
-    head.config = replace(head.config, target_weights=target.weights_fingerprint)
-    return head
+    return make_draft_model(model, tokenizer, target, dataset.examples, layers, options.draft_vocab)
 
 
 def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
@@ -182,15 +179,11 @@ def _load_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     head: Any = load_head(options.init, torch.float32, *sizes)
     share_matrices(head, target)
     head.check_target(target.config.hidden_size, *sizes)
-    if options.kind == "peagle" and head.kind == "eagle3":
-        torch.manual_seed(options.seed)
+    if head.kind != options.kind:  # `options` has checked that it can start from this kind
         head = make_parallel(head, find_rarest(dataset.examples, target.vocabulary), options.heads, options.layers)
-    if head.kind != options.kind:
-        raise ValueError(f"--init {options.init} holds a head of kind {head.kind}, not {options.kind}")
-    own = {name: getattr(head.config, name, None) for name in SHAPE} | {"window": head.window}
-    for name, value in (own | {"draft_vocab": head.draft_size}).items():
-        given = getattr(options, name)
-        if given is not None and given is not False and given != value:
+    has = {"draft_vocab": head.draft_size, "window": head.window}
+    for name, given in (options.shape | {"draft_vocab": options.draft_vocab}).items():
+        if given is not None and given != (value := has.get(name, getattr(head.config, name, None))):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, and the head of --init {options.init} has {value}")
     if head.output == "target":
@@ -205,17 +198,13 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
     tokens = [] if head.token_map is None else head.token_map.tolist()  # a checkpoint has only draft ids
     return {
         **schedule,
-        **{
-            name: getattr(options, name)
-            for name in ("kind", "dtype", "max_length", "use_text", "validation", "rollout")
-        },
+        **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
         "template_options": dict(options.template_option or ()),
         "data": dataset.fingerprint,
         "init": None if options.init is None else str(options.init.resolve()),
         "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
         "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
         **options.objective,
-        **({"anchors": ANCHORS} if options.kind == "dflash" else {}),
     }
 
 

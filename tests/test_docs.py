@@ -27,7 +27,7 @@ import decode
 import decode.models.default_model
 import heads
 import proposers
-import proposers.load
+import proposers.options
 from decode import Target, generate
 from decode.costs import CostCurve
 from decode.requests.answer import Limits, LogProbs
@@ -250,7 +250,7 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
     for place in (tmp_path / "my-head", tmp_path / "pretrained" / "eagle3"):
         place.mkdir(parents=True)
         save_head(make_head("eagle3", target), place)
-    for module in (heads, proposers.load):
+    for module in (heads, proposers.options):
         monkeypatch.setattr(module, "PRETRAINED", tmp_path / "pretrained", raising=False)
     monkeypatch.chdir(tmp_path)
     return target

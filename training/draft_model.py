@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
-from decode.models.facts import find_context
 from decode.models.stock_model import find_decoder
-from training.data import Example
 from training.objectives import Objective
-from training.teacher import Batch, Teacher, collate
+from training.teacher import Batch
 
 CONFIG, ASIDE = "config.json", ".saving-"
 
@@ -103,25 +101,6 @@ class DraftModel(nn.Module):
         """As of a head."""
         return states * self._scale
 
-    @torch.no_grad()
-    def roll(self, texts: Sequence[Sequence[int]], count: int, temperature: float) -> list[list[int]]:
-        """So many tokens that it samples after each text."""
-        device, longest, is_training = self.matrix.device, max(map(len, texts)), self.model.training
-        padding = torch.tensor([[0] * (longest - len(text)) + [1] * len(text) for text in texts], device=device)
-        padded = torch.tensor([[0] * (longest - len(text)) + [*text] for text in texts], device=device)
-        config = GenerationConfig(
-            do_sample=True, temperature=temperature, top_k=0, max_new_tokens=count, pad_token_id=0, eos_token_id=None
-        )
-        self.model.generation_config, own = config, self.model.generation_config
-        self.model.eval()
-        try:
-            processors = LogitsProcessorList([Drafted(self.token_map)] if self.token_map is not None else [])
-            rolled: Any = self.model.generate(padded, attention_mask=padding, logits_processor=processors)
-        finally:
-            self.model.generation_config = own
-            self.model.train(is_training)
-        return [row[longest:] for row in rolled.tolist()]
-
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Save it as a folder of transformers, with its tokenizer. Files are replaced one by one, the config last."""
         model = copy.deepcopy(self.model).to(dtype)
@@ -138,56 +117,12 @@ class DraftModel(nn.Module):
                 os.replace(Path(aside) / file, folder / file)
 
 
-class Drafted(LogitsProcessor):
-    """Leaves the tokens that a draft model drafts."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        kept = torch.full_like(scores, -torch.inf)
-        kept[:, self.tokens] = scores[:, self.tokens]
-        return kept
-
-
 class DraftModelObjective(Objective):
     """The loss of a draft model after each token of an answer. In a draft of several tokens, it reads the same way."""
 
     head: DraftModel
+    reads_tokens = False
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = batch.answers.nonzero(as_tuple=True)
         yield self.head(batch.tokens)[row, column], row, column
-
-
-class RolloutLoader:
-    """Loads the batch of the examples with the given numbers, each with an end that the draft model has sampled.
-
-    An answer ends at a random place, and from there the draft model goes on for `count` tokens, which the target scores
-    too: it learns from its own mistakes (Agarwal et al., "On-policy distillation", 2024). temperature: of its samples.
-    """
-
-    def __init__(
-        self, examples: Sequence[Example], teacher: Teacher, model: DraftModel, count: int, temperature: float
-    ) -> None:
-        self.examples, self.teacher, self.model = examples, teacher, model
-        self.count, self.temperature = count, temperature
-        self._room = min(teacher.target.context, find_context(model.model)) - count
-
-    def __call__(self, numbers: Sequence[int]) -> Batch:
-        examples = [self.examples[number] for number in numbers]
-        kept = [example.tokens[: self._choose_place(example)] for example in examples]
-        made = []
-        for example, text, rolled in zip(
-            examples, kept, self.model.roll(kept, self.count, self.temperature), strict=True
-        ):
-            ends = [place for place, token in enumerate(rolled, start=1) if token in self.teacher.target.stop_ids]
-            tokens = (*text, *rolled[: min(ends, default=self.count)])
-            spans = [(begin, min(end, len(text))) for begin, end in example.spans if begin < len(text)]
-            made.append(Example(tokens, (*spans, (len(text), len(tokens)))))
-        return collate(made, self.teacher.compute(made))
-
-    def _choose_place(self, example: Example) -> int:
-        """A place in an answer, after which the draft model's tokens have room."""
-        places = [place for begin, end in example.spans for place in range(begin, end) if place <= self._room]
-        return places[int(torch.randint(len(places), ()))] if places else max(1, min(self._room, example.spans[0][0]))

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import Target
 from decode.models.cut_model import cut_model
 from decode.models.facts import find_context
 from decode.models.fingerprint import fingerprint_vocabulary
-from heads import HEADS, LayerConfig, choose_features
+from heads import LayerConfig, choose_features
 from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
+from heads.kinds import get_kind
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import PACE, BlockObjective, Decay, EagleObjective, MedusaObjective, Objective, PEagleObjective
+from training.objectives import (
+    DECAY,
+    BlockObjective,
+    Decay,
+    EagleObjective,
+    HydraObjective,
+    MedusaObjective,
+    MultiTokenObjective,
+    Objective,
+    PEagleObjective,
+    RegressionObjective,
+)
 from training.teacher import Teacher
 
-# By kind of head that drafts level by level from a state; only EAGLE-1's states are features.
-REGRESSION = {"eagle": 10.0, "eagle3": 0.0, "mtp": 0.0}
+OBJECTIVES: dict[str, type[Objective]] = {  # by the kind of head
+    "medusa": MedusaObjective,
+    "multi-token": MultiTokenObjective,
+    "hydra": HydraObjective,
+    "eagle": RegressionObjective,
+    "eagle3": EagleObjective,
+    "peagle": PEagleObjective,
+    "dflash": BlockObjective,
+    "mtp": EagleObjective,
+    "draft": DraftModelObjective,  # no head
+}
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
@@ -32,49 +54,48 @@ def make_head(
     target: Target,
     examples: Sequence[Example],
     draft_vocab: int | None,
-    prefix: bool,
+    *,
     window: int | None = None,
+    prefix: bool = False,
     **shape: Any,
 ) -> Any:
-    """A new head of a kind in `HEADS` for the target; its output matrix starts as the target's.
+    """A new head of a kind for the target; its output matrix starts as the target's.
 
-    draft_vocab: see `choose_draft_vocabulary`. prefix: Hydra++'s prefix layer. window: of multi-token, EAGLE's and
-    block heads' layers. shape: settings of the kind's config; None is its default. Above 64k tokens the default output
-    of Medusa, multi-token heads and Hydra is the target's.
+    draft_vocab: see `choose_draft_vocabulary`. window: of its decoder layers. prefix: Hydra++'s prefix layer. shape:
+    settings of the kind's config; None is its default. Above 64k tokens the default output is the target's, where there
+    is a choice.
     """
-    network, config = HEADS[kind]
-    names = {each.name for each in fields(config)}
-    vocab, model_config, name = target.vocabulary, target.config, target.model.config.name_or_path
-    drafted = choose_draft_vocabulary(examples, vocab, draft_vocab)
-    large = "target" if vocab > LARGE_VOCABULARY and kind in ("medusa", "multi-token", "hydra") else None
+    facts, vocab, model_config = get_kind(kind), target.vocabulary, target.config
+    names, name = {each.name for each in fields(facts.config)}, target.model.config.name_or_path
+    drafted, layers = choose_draft_vocabulary(examples, vocab, draft_vocab), model_config.num_hidden_layers
+    large = "target" if vocab > LARGE_VOCABULARY and "output" in facts.options else None
     sizes: dict[str, Any] = {
         "draft_size": len(drafted),
-        "target_layers": model_config.num_hidden_layers,
+        "target_layers": layers,
         "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
         **shape,
         "output": shape.get("output") or large,
         "prefix": _layer_config(target) if prefix else None,
     }
-    if "layer" in names:
-        layer = _layer_config(target, input_norm=kind != "eagle", qk_norm=kind == "dflash")
-        sizes["layer"] = replace(layer, window=window)
-        sizes["max_position_embeddings"] = getattr(model_config, "max_position_embeddings", None)
-    if "features" in names:
-        sizes["features"] = choose_features(model_config.num_hidden_layers)
     if shape.get("pair_rank") == 0:  # as DFlash; with pairs, as DSpark
         sizes["from_anchor"] = False
-    if "block" in names:
-        sizes["block"] = describe_block(model_config)
-    if "mask_token" in names:
-        sizes["mask_token"] = find_rarest(examples, vocab)
+    found: dict[str, Callable[[], Any]] = {
+        "layer": lambda: replace(_layer_config(target), window=window, **facts.layer),
+        "max_position_embeddings": lambda: getattr(model_config, "max_position_embeddings", None),
+        "features": lambda: choose_features(layers),
+        "block": lambda: describe_block(model_config),
+        "mask_token": lambda: find_rarest(examples, vocab),
+    }
+    sizes |= {name: find() for name, find in found.items() if name in names}
+    make_config, make_network = cast(Any, facts.config), cast(Any, facts.network)
     given = {name: value for name, value in sizes.items() if value is not None}
-    head: Any = network(config(model_config.hidden_size, vocab, **given))
+    head: Any = make_network(make_config(model_config.hidden_size, vocab, **given))
     if len(drafted) < vocab:
         head.token_map.copy_(drafted)
     head.borrow(target.output_matrix, target.output_bias)
-    if "features" in names:
+    if "features" in names and hasattr(head, "norm"):
         _match_norm(head, target, examples)
-    head.check_target(model_config.hidden_size, vocab, model_config.num_hidden_layers)
+    head.check_target(model_config.hidden_size, vocab, layers)
     if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
         features = Teacher(target, head.features).compute(examples[:1])[0].features
         head.prefix.norm.weight.data.fill_(features.float().square().mean().sqrt())
@@ -146,34 +167,29 @@ def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
         )
 
 
+def find_objective(kind: str) -> type[Objective]:
+    """The class that trains heads of this kind."""
+    own: type[Objective] | None = None if kind == "draft" else get_kind(kind).objective
+    return own or OBJECTIVES[kind]
+
+
+@torch.no_grad()
 def make_objective(
-    head: Any, target: Target, loss: str, decay: Decay, temperature: float = 1.0, **eagle: Any
+    head: Any, target: Target, loss: str = "kl", decay: Decay = DECAY, temperature: float = 1.0, **settings: Any
 ) -> Objective:
-    """The objective that trains a head or draft model. eagle: `EagleObjective`'s steps, regression and noise."""
-    if head.kind == "draft":
-        if decay == PACE:
-            raise ValueError("a draft model has one depth, and D-PACE weighs several; leave out decay")
-        return DraftModelObjective(head, loss, None, decay, temperature)
-    if head.kind in ("medusa", "multi-token"):
-        return MedusaObjective(head, loss, None, decay, temperature)
-    with torch.no_grad():  # a call and not the weight: some models scale their embeddings
-        table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
-    if head.embed_tokens is not None:
+    """The objective that trains a head or draft model. settings: of its class alone."""
+    make = find_objective(head.kind)
+    table: Tensor | None = None
+    if make.reads_tokens and head.embed_tokens is not None:
         table = head.embed_tokens.requires_grad_(False).weight
-    if head.kind == "hydra":
-        return MedusaObjective(head, loss, table, decay, temperature)
-    if head.kind == "dflash":
-        if head.config.candidates or head.config.logit_factor != 1 or head.config.logit_cap is not None:
-            raise ValueError("DFlash2 heads, and those with scaled or capped logits, cannot be trained here")
-        scale = target.embedding_scale if head.embed_tokens is None else 1
-        table = table * (head.config.embedding_scale / scale)
-        return BlockObjective(head, loss, table, decay, temperature)
-    if head.kind == "peagle":
-        return PEagleObjective(head, loss, table, head.depth, decay=decay, temperature=temperature, **eagle)
-    return EagleObjective(head, loss, table, decay=decay, temperature=temperature, **eagle)
+    elif make.reads_tokens:  # a call and not the weight: some models scale their embeddings
+        table = target.model.get_input_embeddings()(torch.arange(target.vocabulary, device=target.device))
+    if table is not None and get_kind(head.kind).has_own_scale:
+        table = table * (head.config.embedding_scale / (target.embedding_scale if head.embed_tokens is None else 1))
+    return make(head, loss, table, decay, temperature, **settings)
 
 
-def _layer_config(target: Target, input_norm: bool = True, qk_norm: bool = False) -> LayerConfig:
+def _layer_config(target: Target) -> LayerConfig:
     """A decoder layer with the target's sizes, where its config names them as usual."""
     config = target.config
     heads, size = config.num_attention_heads, config.hidden_size
@@ -182,8 +198,6 @@ def _layer_config(target: Target, input_norm: bool = True, qk_norm: bool = False
         num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or size // heads,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * size,
-        input_norm=input_norm,
-        qk_norm=qk_norm,
     )
 
 
@@ -193,7 +207,7 @@ def _match_norm(head: Any, target: Target, examples: Sequence[Example]) -> None:
     targets = Teacher(target, (*head.features, -1)).compute(examples[:NORM_EXAMPLES])
     features = torch.cat([one.features for one in targets]).float().cpu()
     deep, last = features.split([features.shape[1] - head.hidden_size, head.hidden_size], dim=1)
-    if head.kind == "dflash":  # its states begin as embeddings
+    if head.begins_with_tokens:
         tokens = torch.tensor([token for one in examples[:NORM_EXAMPLES] for token in one.tokens])
         states = target.model.get_input_embeddings()(tokens.to(target.device)).float().cpu()
     else:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 CHUNK = 1 << 22  # logits held in memory at a time
 LEAST_P, LEAST_Q = 1e-8, 1e-30  # in logarithms; p may have been stored in half precision
-ETA = 3.0  # how fast `lk` moves from kl to tv as the head improves (LK losses, section 4)
 
 # A loss takes p and q at the labels, [R, S], and p of all other tokens [R]. It returns its value [R] and its gradient
 # by the logits, which for all of these losses is a * q, minus b at the labels: a [R, 1], b [R, S].
@@ -32,62 +31,24 @@ def tv(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
     return 1 - torch.minimum(p, q).sum(dim=-1), below.sum(dim=-1, keepdim=True), below
 
 
-def lk_alpha(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
-    """-log alpha: like `tv`, but its gradient does not vanish while a head is bad (Samarin et al. 2026)."""
-    value, a, b = tv(p, q, tail)
-    alpha = (1 - value).clamp_min(1e-6)
-    return -alpha.log(), a / alpha[:, None], b / alpha[:, None]
-
-
-def lk(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
-    """`kl` while alpha is low, `tv` as it grows; weight exp(-ETA alpha), a constant (Samarin et al. 2026)."""
-    (value, a, b), (other, c, d) = kl(p, q, tail), tv(p, q, tail)
-    weight = torch.exp(-ETA * (1 - other))
-    column = weight[:, None]
-    return weight * value + (1 - weight) * other, column * a + (1 - column) * c, column * b + (1 - column) * d
-
-
 def rkl(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
-    """KL(q || p), which punishes tokens that the target does not give (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _share(p, tail), _fill(q)
-    slopes, tail_slope = (q / p).log(), (q_tail / p_tail).log()
-    return (q * slopes).sum(dim=-1) + q_tail * tail_slope, *_by_slopes(q, q_tail, slopes, tail_slope)
+    """KL(q || p), which punishes tokens that the target does not give (Agarwal et al. 2024).
 
-
-def jsd(p: Tensor, q: Tensor, tail: Tensor) -> ValueAndGradient:
-    """Jensen-Shannon divergence: the mean of KL(p || m) and KL(q || m), m = (p + q) / 2 (Agarwal et al. 2024)."""
-    (p, p_tail), (q, q_tail) = _share(p, tail), _fill(q)
-    m, m_tail = (p + q) / 2, (p_tail + q_tail) / 2
-    slopes, tail_slope = (q / m).log() / 2, (q_tail / m_tail).log() / 2
-    value = ((p * (p / m).log()).sum(dim=-1) + p_tail * (p_tail / m_tail).log()) / 2
-    return value + (q * slopes).sum(dim=-1) + q_tail * tail_slope, *_by_slopes(q, q_tail, slopes, tail_slope)
-
-
-def _share(p: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """p [R, S] and its tail [R], all tokens that are no labels, given that the token can be drafted."""
+    All tokens that are no labels count as one. p is given that the token can be drafted.
+    """
     whole = (p.sum(dim=-1) + tail).clamp_min(LEAST_P)
-    return (p / whole[:, None]).clamp_min(LEAST_P), (tail / whole).clamp_min(LEAST_P)
-
-
-def _fill(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q [R, S] and that of all other tokens [R]."""
-    return q.clamp_min(LEAST_Q), (1 - q.sum(dim=-1)).clamp_min(LEAST_Q)
-
-
-def _by_slopes(q: Tensor, q_tail: Tensor, slopes: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of a loss, by its derivatives with respect to q: `slopes` at the labels, `tail` at the other tokens."""
-    mean = (q * slopes).sum(dim=-1) + q_tail * tail
-    return (tail - mean)[:, None], q * (tail[:, None] - slopes)
+    p, p_tail = (p / whole[:, None]).clamp_min(LEAST_P), (tail / whole).clamp_min(LEAST_P)
+    q, q_tail = q.clamp_min(LEAST_Q), (1 - q.sum(dim=-1)).clamp_min(LEAST_Q)
+    slopes, tail_slope = (q / p).log(), (q_tail / p_tail).log()  # the derivatives by q, up to a constant
+    value = (q * slopes).sum(dim=-1) + q_tail * tail_slope
+    return value, (tail_slope - value)[:, None], q * (tail_slope[:, None] - slopes)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], ValueAndGradient]] = {
     "ce": kl,  # its only label is the text's token
     "kl": kl,
     "tv": tv,
-    "lk": lk,
-    "lk-alpha": lk_alpha,
     "rkl": rkl,
-    "jsd": jsd,
 }
 
 

@@ -14,17 +14,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from heads import DFlashConfig, DFlashHead, Eagle3Head, EagleHead, HydraHead, MedusaHead, MultiTokenHead, PEagleHead
+from heads import DFlashConfig
 from heads.layer_cache import attend, heads_of, hide, is_unseen
 from training.losses import find_acceptance, vocabulary_loss
 from training.teacher import Batch
 
 DECAY = 0.8  # Medusa, section 2.2.1
+TTT_STEPS, REGRESSION = 3, 10.0  # of EAGLE heads
 Decay: TypeAlias = float | Literal["pace"]
 PACE: Literal["pace"] = "pace"
 SMOOTHING = 0.5  # of D-PACE: a draft token counts as accepted with probability SMOOTHING + (1 - SMOOTHING) alpha
@@ -50,7 +51,9 @@ class Objective(nn.Module, ABC):
     the probability then.
     """
 
-    embedding: Tensor  # None for Medusa
+    reads_tokens: ClassVar[bool] = True  # drafts from embeddings, too
+    options: ClassVar[tuple[str, ...]] = ()  # of `draftless train`, for it alone
+    embedding: Tensor  # None if it reads no tokens
     draft_ids: Tensor
 
     def __init__(
@@ -144,57 +147,80 @@ class Objective(nn.Module, ABC):
 
 
 class MedusaObjective(Objective):
-    """The loss of a Medusa, multi-token or Hydra head. One head's logits are in memory at a time (Gloeckle et al.)."""
+    """The loss of a Medusa head. One head's logits are in memory at a time (Gloeckle et al.)."""
 
-    head: MedusaHead | MultiTokenHead | HydraHead
+    head: Any
+    reads_tokens = False
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         row, column = batch.answers.nonzero(as_tuple=True)
-        features = batch.features
-        if isinstance(self.head, MultiTokenHead):
-            positions = torch.arange(features.shape[1], device=features.device)[None]
-            features = self.head(features, positions, partial(attend_to_text, self.head.window))
-        if isinstance(self.head, HydraHead):
-            features = self.head.contextualize(features)
-        features = features[row, column]
+        features = self.read(batch.features)[row, column]
         answers = nn.functional.pad(batch.answers, (0, self.head.depth + 1))
         for depth in range(self.head.depth):
             inside = answers[row, column + 1 + depth]
             row, column, features = row[inside], column[inside], features[inside]
-            if isinstance(self.head, MedusaHead):
-                states = self.head.blocks[depth](features)
-            elif isinstance(self.head, MultiTokenHead):
-                states = features[:, depth]
-            else:
-                drafted = column[:, None] + torch.arange(1, depth + 2, device=column.device)
-                states = self.head(features, self.embed(batch.tokens[row[:, None], drafted]), depth)
-            yield states, row, column + 1 + depth
+            drafted = column[:, None] + torch.arange(1, depth + 2, device=column.device)
+            yield self.compute(depth, features, batch.tokens[row[:, None], drafted]), row, column + 1 + depth
+
+    def read(self, features: Tensor) -> Tensor:
+        """What the heads read of texts' features [B, T, H], for each token."""
+        return features
+
+    def compute(self, depth: int, features: Tensor, tokens: Tensor) -> Tensor:
+        """The states [R, H] of head `depth`, from what it reads [R, ...] and the draft tokens before its own."""
+        states: Tensor = self.head.blocks[depth](features)
+        return states
+
+
+class MultiTokenObjective(MedusaObjective):
+    """The loss of a multi-token head."""
+
+    def read(self, features: Tensor) -> Tensor:
+        positions = torch.arange(features.shape[1], device=features.device)[None]
+        states: Tensor = self.head(features, positions, partial(attend_to_text, self.head.window))  # [B, T, K, H]
+        return states
+
+    def compute(self, depth: int, features: Tensor, tokens: Tensor) -> Tensor:
+        return features[:, depth]
+
+
+class HydraObjective(MedusaObjective):
+    """The loss of a Hydra head."""
+
+    reads_tokens = True
+
+    def read(self, features: Tensor) -> Tensor:
+        states: Tensor = self.head.contextualize(features)
+        return states
+
+    def compute(self, depth: int, features: Tensor, tokens: Tensor) -> Tensor:
+        states: Tensor = self.head(features, self.embed(tokens), depth)
+        return states
 
 
 class EagleObjective(Objective):
-    """The loss of an EAGLE head over `steps` drafting steps from every anchor. The text's tokens are the draft tokens.
+    """The loss of an EAGLE-3 head over `steps` drafting steps from each anchor. The text's tokens are the draft tokens.
 
     Several steps are EAGLE-3's training-time test (Li et al., 2025, section 3.2); their keys are HASS's harmonized
-    context (Zhang et al., 2024, section 3.2). regression: the weight of the smooth L1 distance between states and the
-    target's features, a mean over H (EAGLE, section 4.1: 10 times the token loss). noise: half the width of the uniform
-    noise added to the features of a text of 512 tokens; shorter texts get more (as in EAGLE's code).
+    context (Zhang et al., 2024, section 3.2). noise: half the width of the uniform noise added to the features of a
+    text of 512 tokens; shorter texts get more (as in EAGLE's code).
     """
 
-    head: EagleHead | Eagle3Head
+    options: ClassVar[tuple[str, ...]] = ("ttt_steps", "noise")
 
     def __init__(
         self,
         head: Any,
         loss: str,
         embedding: Tensor,
-        steps: int,
-        regression: float = 0.0,
-        noise: float = 0.0,
         decay: Decay = DECAY,
         temperature: float = 1.0,
+        *,
+        steps: int = TTT_STEPS,
+        noise: float = 0.0,
     ) -> None:
         super().__init__(head, loss, embedding, decay, temperature)
-        self.steps, self.regression, self.noise = steps, regression, noise
+        self.steps, self.noise = steps, noise
 
     def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         columns, chosen = gather_anchors(batch.answers)
@@ -221,18 +247,32 @@ class EagleObjective(Objective):
         """The embeddings and states [B, A, H] that a drafting step reads, after the text's tokens [B, A]."""
         return self.embed(tokens), states
 
+    def _add_noise(self, features: Tensor) -> Tensor:
+        if not (self.noise and self.training):
+            return features
+        width = self.noise * 512 / features.shape[1]
+        return features + (2 * torch.rand_like(features) - 1) * width
+
+
+class RegressionObjective(EagleObjective):
+    """The loss of an EAGLE-1 head, whose states are features.
+
+    regression: the weight of the smooth L1 distance between states and the target's features, a mean over H (EAGLE,
+    section 4.1: 10 times the token loss).
+    """
+
+    options = "ttt_steps", "noise", "regression"
+
+    def __init__(self, *arguments: Any, regression: float = REGRESSION, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.regression = regression
+
     def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor | float:
         if not self.regression:
             return 0.0
         wanted = batch.features[row, column].to(states.dtype)
         distance = nn.functional.smooth_l1_loss(states, wanted, reduction="none").mean(dim=-1)
         return self.regression * distance.sum(dtype=torch.float32)
-
-    def _add_noise(self, features: Tensor) -> Tensor:
-        if not (self.noise and self.training):
-            return features
-        width = self.noise * 512 / features.shape[1]
-        return features + (2 * torch.rand_like(features) - 1) * width
 
 
 class PEagleObjective(EagleObjective):
@@ -242,7 +282,10 @@ class PEagleObjective(EagleObjective):
     all of a draft's earlier positions are there, as they are when it drafts.
     """
 
-    head: PEagleHead
+    options = ()
+
+    def __init__(self, head: Any, *arguments: Any, **settings: Any) -> None:
+        super().__init__(head, *arguments, steps=head.depth, **settings)
 
     def find_share(self, depth: int) -> float:
         return NESTED**depth
@@ -264,7 +307,10 @@ class BlockObjective(Objective):
     as the one before them is known when a tree grows.
     """
 
-    head: DFlashHead
+    def __init__(self, head: Any, *arguments: Any, **settings: Any) -> None:
+        super().__init__(head, *arguments, **settings)
+        if head.config.candidates or head.config.logit_factor != 1 or head.config.logit_cap is not None:
+            raise ValueError("DFlash2 heads, and those with scaled or capped logits, cannot be trained here")
 
     def find_share(self, depth: int) -> float:
         return ANCHORS
@@ -278,7 +324,7 @@ class BlockObjective(Objective):
         keys, values = head.read(fused, torch.arange(width, device=columns.device)[None])
         blocks = self.embed(head.begin_block(tokens[rows, columns + 1]))  # [B, A, R, H]
         places = columns[..., None] + 1 + torch.arange(head.rows, device=columns.device)
-        attend = partial(attend_to_block, columns, places, keys, values, head.config)
+        attend = partial(attend_to_block, columns, places, (keys, values), head.config)
         states = head(blocks.flatten(1, 2), places.flatten(1), attend).unflatten(1, blocks.shape[1:3])
         for depth, each in enumerate(states[:, :, -head.depth :].unbind(2)):
             chosen = chosen & answers[rows, columns + 1 + depth]
@@ -303,42 +349,42 @@ def choose_anchors(possible: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_block(
-    columns: Tensor,
-    places: Tensor,
-    text_keys: Tensor,
-    text_values: Tensor,
-    config: DFlashConfig,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    layer: int,
+    columns: Tensor, places: Tensor, text: tuple[Tensor, Tensor], config: DFlashConfig, *given: Tensor, layer: int
 ) -> Tensor:
-    """Attention of blocks [B, heads, A x R, D] to their own rows, and to a text [B, layers x G, T, D] up to columns
-    [B, A].
+    """Attention of blocks at places [B, A, R] to their own rows, and to a text up to columns [B, A].
 
-    places: the blocks' positions [B, A, R].
+    text: the keys and values [B, layers x G, T, D] of all layers. given: the blocks' queries, keys and values.
     """
-    anchors, heads = columns.shape[1], heads_of(layer, keys)
-    text_keys, text_values = text_keys[:, heads], text_values[:, heads]
-    window, causal = config.find_sight(layer)
-    count, size = queries.shape[2] // anchors, queries.shape[3]
-    grouped = (queries * size**-0.5).unflatten(1, (keys.shape[1], -1))  # [B, G, Q/G, A R, D]
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    scores = (grouped.flatten(2, 3) @ text_keys.transpose(-1, -2)).unflatten(2, grouped.shape[2:4]).to(wide)
-    slots = torch.arange(scores.shape[-1], device=columns.device)
-    hidden = is_unseen(slots, columns[..., None, None], places[..., None], window)  # [B, A, 1 or R, T]
-    hidden = hidden.expand(-1, -1, count, -1).flatten(1, 2)
-    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
-    blocks = grouped.unflatten(3, (anchors, count))  # [B, G, Q/G, A, R, D]
-    own_keys, own_values = (part.unflatten(2, (anchors, count))[:, :, None] for part in (keys, values))
-    own = (blocks @ own_keys.transpose(-1, -2)).to(wide)  # [B, G, Q/G, A, R, R]
+    queries, *own = given
+    heads, (window, causal) = heads_of(layer, own[0]), config.find_sight(layer)
+    slots = torch.arange(text[0].shape[2], device=columns.device)
+    unseen = is_unseen(slots, columns[..., None, None], places[..., None], window)  # [B, A, 1 or R, T]
+    blocks = [part.unflatten(2, places.shape[1:]) for part in own]  # [B, G, A, R, D]
+    return attend_beside(queries, [part[:, heads] for part in text], blocks, unseen, causal)
+
+
+def attend_beside(
+    queries: Tensor, text: Sequence[Tensor], own: Sequence[Tensor], unseen: Tensor, causal: bool = False
+) -> Tensor:
+    """Attention of rows that go on from several places of a text: to the text, and to the rows of the same place.
+
+    queries [B, Q, A x R, D]; text: keys and values [B, G, T, D]; own: keys and values [B, G, A, S, D] of the places.
+    unseen [B, A, 1 or R, T]: what a row does not see of the text. causal: nor of the S rows, those after its own.
+    """
+    (keys, values), (own_keys, own_values), anchors = text, own, own[0].shape[2]
+    grouped = queries.unflatten(1, (keys.shape[1], -1)) * queries.shape[3] ** -0.5  # [B, G, Q/G, A R, D]
+    wide, shape, hidden = torch.promote_types(queries.dtype, torch.float32), grouped.shape[2:4], float("-inf")
+    scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, shape).to(wide)
+    blocks = grouped.unflatten(3, (anchors, -1))  # [B, G, Q/G, A, R, D]
+    unseen = unseen.expand(-1, -1, blocks.shape[4], -1).flatten(1, 2)
+    scores = scores.masked_fill(unseen[:, None, None], hidden)
+    beside = (blocks @ own_keys[:, :, None].transpose(-1, -2)).to(wide)  # [B, G, Q/G, A, R, S]
     if causal:
-        own = own.masked_fill(torch.ones(count, count, device=own.device).triu(1).bool(), float("-inf"))
-    own = own.flatten(3, 4)
-    weights = torch.cat([scores, own], dim=-1).softmax(dim=-1).to(values.dtype)
-    text, block = weights.split([scores.shape[-1], count], dim=-1)
-    mixed = (text.flatten(2, 3) @ text_values).unflatten(2, grouped.shape[2:4])
-    mixed = mixed + (block.unflatten(3, (anchors, count)) @ own_values).flatten(3, 4)
+        beside = beside.masked_fill(torch.ones(beside.shape[4:], device=beside.device).triu(1).bool(), hidden)
+    weights = torch.cat([scores, beside.flatten(3, 4)], dim=-1).softmax(dim=-1).to(values.dtype)
+    far, near = weights.split([scores.shape[-1], beside.shape[-1]], dim=-1)
+    mixed = (far.flatten(2, 3) @ values).unflatten(2, shape)
+    mixed = mixed + (near.unflatten(3, (anchors, -1)) @ own_values[:, :, None]).flatten(3, 4)
     return mixed.flatten(1, 2)
 
 
@@ -382,21 +428,12 @@ class UnrolledContext:
             self.text.append((keys, values))
             self.drafts.append([])
             return attend_to_text(self.window, queries, keys, values)
-        text, drafts = self.text[layer], self.drafts[layer]
+        drafts = self.drafts[layer]
         drafts.append((keys, values))
-        count, size = queries.shape[2:]
-        grouped = queries.unflatten(1, (keys.shape[1], -1)) * size**-0.5  # [B, G, Q/G, A, D]
-        scores = (grouped.flatten(2, 3) @ text[0].transpose(-1, -2)).unflatten(2, (-1, count)).float()
-        last = self.columns[..., None]
-        slots = torch.arange(scores.shape[-1], device=scores.device)
-        unseen = is_unseen(slots, last, last + len(drafts), self.window)  # [B, A, T]
-        own = [(grouped * keys[:, :, None]).sum(dim=-1, keepdim=True).float() for keys, _ in drafts]
-        scores = torch.cat([scores.masked_fill(unseen[:, None, None], float("-inf")), *own], dim=-1)  # [..., T + S]
-        weights = scores.softmax(dim=-1).to(grouped.dtype).split([unseen.shape[-1], len(own)], dim=-1)
-        mixed = (weights[0].flatten(2, 3) @ text[1]).unflatten(2, (-1, count))
-        for (_, draft), weight in zip(drafts, weights[1].unbind(-1), strict=True):
-            mixed = mixed + weight[..., None] * draft[:, :, None]
-        return mixed.flatten(1, 2)
+        last, slots = self.columns[..., None, None], torch.arange(self.text[layer][0].shape[2], device=keys.device)
+        unseen = is_unseen(slots, last, last + len(drafts), self.window)  # [B, A, 1, T]
+        own = [torch.stack(parts, dim=3) for parts in zip(*drafts, strict=True)]  # [B, G, A, S, D]
+        return attend_beside(queries, self.text[layer], own, unseen)
 
 
 def pick(part: Tensor, places: Tensor) -> Tensor:

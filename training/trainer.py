@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, send_to_device
 from torch import Tensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
@@ -33,11 +33,10 @@ from training.teacher import Batch
 WARMUP = 0.03  # of all steps
 MAX_NORM = 1.0  # of the gradient
 WEIGHT_DECAY = 0.01
-# With "match_rms_adamw" a weight moves by 0.2 times the learning rate on average. This makes it the learning rate
-# itself, as with AdamW in its first steps.
-MUON_SCALE = 5.0
-MUON_MODULE = sys.modules[Muon.__init__.__module__]  # that of its code; torch names the class as its own
-ITERATION = "_zeropower_via_newtonschulz"  # torch's, in its module of Muon
+MOMENTUM = 0.95
+MUON_RMS = 0.2  # by how much a weight moves on average, relative to the rate (Liu et al. 2025)
+MUON_SCALE = 5.0  # times the learning rate: a weight moves as AdamW lets it in its first steps
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Jordan et al. 2024
 VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "markov_head"}
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean loss so far
@@ -243,33 +242,39 @@ def make_optimizers(weights: Mapping[str, Tensor], lr: float) -> list[Optimizer]
     if hidden:
         groups = [{"params": hidden, "initial_lr": MUON_SCALE * lr}]
         decay = WEIGHT_DECAY / MUON_SCALE
-        is_slow = not find_backend(hidden[0].device).is_fast_in_bfloat16 and hasattr(MUON_MODULE, ITERATION)
-        muon = WideMuon if is_slow else Muon
-        optimizers.append(muon(groups, lr=MUON_SCALE * lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(groups, {"lr": MUON_SCALE * lr, "weight_decay": decay}))
     if others:
         groups = [{"params": others, "initial_lr": lr}]
         optimizers.append(AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
     return optimizers
 
 
-class WideMuon(Muon):
-    """Muon for CPUs that emulate bfloat16. torch's iteration is in it, which took nine tenths of a training's time."""
+class Muon(Optimizer):
+    """Muon with Nesterov momentum. torch's computes in bfloat16, which took nine tenths of the time on slow CPUs."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        usual = getattr(MUON_MODULE, ITERATION)
-        setattr(MUON_MODULE, ITERATION, orthogonalize)
-        try:
-            return super().step(closure)
-        finally:
-            setattr(MUON_MODULE, ITERATION, usual)
+        for group in self.param_groups:
+            for weight in (each for each in group["params"] if each.grad is not None):
+                state, rate = self.state[weight], group["lr"]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                momentum = state["momentum_buffer"].lerp_(weight.grad, 1 - MOMENTUM)
+                update = orthogonalize(weight.grad.lerp(momentum, MOMENTUM))
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(update, alpha=-rate * MUON_RMS * max(weight.shape) ** 0.5)
 
 
-def orthogonalize(gradient: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """The quintic Newton-Schulz iteration of Muon, in the gradient's dtype."""
-    a, b, c = coefficients
+def orthogonalize(gradient: Tensor, steps: int = 5) -> Tensor:
+    """The quintic Newton-Schulz iteration of Muon, which brings singular values near 1.
+
+    In bfloat16 where the device is fast at it.
+    """
+    a, b, c = NEWTON_SCHULZ
     is_tall = gradient.shape[0] > gradient.shape[1]
-    found = gradient.T if is_tall else gradient
-    found = found / found.norm().clamp(min=eps)
+    found = gradient.bfloat16() if find_backend(gradient.device).is_fast_in_bfloat16 else gradient
+    found = found.T if is_tall else found
+    found = found / found.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)

@@ -35,7 +35,7 @@ ALIASES = {
 }
 # Arguments of another call, by what takes them.
 ELSEWHERE = {
-    "proposer=load_proposer(name, target, {}=...)": ("head", "draft_model", "draft_layers", "depth", "width", "store"),
+    "proposer=load_proposer(name, target, {}=...)": ("head", "draft_model", "depth", "width", "store"),
     "Target.load(name, {}=...)": ("device", "device_map", "dtype", "torch_dtype", "accelerate", "deterministic"),
 }
 

@@ -8,7 +8,7 @@ an output matrix only where a part of the vocabulary is drafted, and embeddings 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,11 +28,14 @@ from heads.formats.decoder_layer import (
 from heads.formats.layout import (
     EMBEDDING,
     ConfigDict,
+    Format,
     Layout,
     Shapes,
+    TargetSizes,
     count,
     export_token_map,
     extent,
+    find_shapes,
     number,
     read_common,
     section,
@@ -58,8 +61,9 @@ def is_dflash(names: Collection[str]) -> bool:
     return {"fc.weight", "hidden_norm.weight", f"{LAYER}self_attn.q_proj.weight"} <= {*names}
 
 
-def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, target_depth: int | None) -> Layout:
-    """The layout of a block head. target_depth: the target's number of layers."""
+def read_dflash(tensors: Mapping[str, Tensor], config: ConfigDict, target: TargetSizes) -> Layout:
+    """The layout of a block head."""
+    shapes = find_shapes(tensors)
     if any(tensor.startswith(DOMINO) for tensor in shapes):
         raise ValueError("it is a Domino head; DFlash, DFlash2 and DSpark are supported")
     nested, inner = section(config, NESTED), section(config, INNER)
@@ -75,7 +79,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, targ
     target_layers = None
     if settings.get("num_target_layers") is not None:
         target_layers = _read_whole(settings, "num_target_layers")
-    features = read_layer_list(key, listed, 1 - is_speculators, target_layers or target_depth)
+    features = read_layer_list(key, listed, 1 - is_speculators, target_layers or target.layers)
     check_width(key, features, 1 - is_speculators, extent(shapes, ["fc.weight"], 1), hidden_size)
     layers = count("layers.{}.self_attn.q_proj.weight", shapes)[0]
     if (kinds := layer_config.get("layer_types")) and len(kinds) != layers:
@@ -86,7 +90,7 @@ def read_dflash(shapes: Shapes, config: ConfigDict, vocab_size: int | None, targ
     from_anchor, size = bool(settings.get("sample_from_anchor", kind == "dspark")), _read_whole(settings, "block_size")
     seeing = {"sliding_window_non_causal": kind == "dflash2", **nested, **settings}
     head_config = DFlashConfig(
-        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, vocab_size),
+        **read_common(shapes, hidden_size, ["lm_head.weight"], layer_config, target.vocab_size),
         layer=replace(read_layer(shapes, LAYER, layer_config), input_norm=True, window=window),
         features=features,
         target_layers=target_layers,
@@ -187,3 +191,6 @@ def find_scales(config: DFlashConfig) -> dict[str, float]:
     """The scales of embeddings and logits that a head has, by z-lab's names."""
     usual = {each.name: each.default for each in fields(config)}
     return {name: getattr(config, ours) for ours, name in SCALES.items() if getattr(config, ours) != usual[ours]}
+
+
+DFLASH = Format(is_dflash, read_dflash, export_dflash, frozenset({"t2d", "lm_head.weight"}))

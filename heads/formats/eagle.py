@@ -8,7 +8,7 @@ or `layers.0`; speculators' config keeps its sizes in a nested object.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +38,15 @@ from heads.formats.layout import (
     MIDLAYER,
     OWN,
     ConfigDict,
+    Format,
     Layout,
     Shapes,
+    TargetSizes,
     count,
     export_token_map,
     extent,
     find_first_layer,
+    find_shapes,
     number,
     read_common,
     rename,
@@ -64,13 +67,15 @@ def is_eagle(names: Collection[str]) -> bool:
     return "fc.weight" in names and any(name.startswith(f"{LAYER}self_attn.") for name in names)
 
 
-def read_eagle(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+def read_eagle(tensors: Mapping[str, Tensor], config: ConfigDict, target: TargetSizes) -> Layout:
     """The layout of an EAGLE-1 head."""
+    refuse_unknown(config)
+    shapes = find_shapes(tensors)
     bias = "fc.bias" in shapes or bool(config.get("bias", True))
     if bias and "fc.bias" not in shapes:
         raise ValueError("missing: fc.bias, which is required unless its config has bias: false")
     head_config = EagleConfig(
-        **read_common(shapes, extent(shapes, ["fc.weight"], 0), [OUTPUT], config, vocab_size),
+        **read_common(shapes, extent(shapes, ["fc.weight"], 0), [OUTPUT], config, target.vocab_size),
         layer=read_layer(shapes, LAYER, config),
         bias=bias,
         embedding=EMBEDDING in shapes,
@@ -98,26 +103,28 @@ def export_eagle(head: EagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def is_eagle3(names: Collection[str]) -> bool:
-    """Whether a file with these names of tensors has an EAGLE-3 or P-EAGLE head."""
+    """Whether a file with these names of tensors has an EAGLE-3 head, or a P-EAGLE head."""
     prefix = find_first_layer(names)
     fuses = prefix == MIDLAYER or f"{prefix}hidden_norm.weight" in names
     return fuses and any(name.startswith(f"{prefix}self_attn.") for name in names)
 
 
 def is_peagle(names: Collection[str]) -> bool:
-    """Whether an EAGLE-3 head is of the kind that drafts in one pass."""
-    return "mask_hidden" in names
+    """Whether a file with these names of tensors has a P-EAGLE head: an EAGLE-3 head that drafts in one pass."""
+    return "mask_hidden" in names and is_eagle3(names)
 
 
-def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, layers: int | None) -> Layout:
+def read_eagle3(tensors: Mapping[str, Tensor], config: ConfigDict, target: TargetSizes) -> Layout:
     """The layout of an EAGLE-3 or P-EAGLE head."""
+    refuse_unknown(config)
+    shapes = find_shapes(tensors)
     prefix = find_first_layer(shapes)
     renamed, layer_config = {MIDLAYER: prefix}, {**config, **section(config, NESTED)}
     norms = _read_norms(shapes, config, prefix)
     shapes = rename(shapes, renamed)
     query_width = extent(shapes, [f"{MIDLAYER}self_attn.q_proj.weight"], 1, 2)
     hidden_size = extent(shapes, [f"{MIDLAYER}self_attn.o_proj.weight"], 0, query_width // 2)
-    key, features, from_output = _read_features(config, layers)
+    key, features, from_output = _read_features(config, target.layers)
     width = extent(shapes, ["fc.weight"], 1, len(features))
     target_size = number(layer_config, "target_hidden_size")
     if not target_size and (EMBEDDING not in shapes or width % len(features)):
@@ -126,7 +133,7 @@ def read_eagle3(shapes: Shapes, config: ConfigDict, vocab_size: int | None, laye
     check_width(key, features, from_output, width, target_size)
     depth = max((1, *count("layers.{}.self_attn.o_proj.weight", shapes)))
     settings: dict[str, Any] = {
-        **read_common(shapes, hidden_size, [OUTPUT], layer_config, vocab_size),
+        **read_common(shapes, hidden_size, [OUTPUT], layer_config, target.vocab_size),
         "layer": replace(
             read_layer(shapes, MIDLAYER, layer_config),
             window=read_window(layer_config) if NESTED in config else None,  # flat configs copy the target's
@@ -243,3 +250,8 @@ def export_peagle(head: PEagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         NESTED: sizes,
         "mask_token_id": head.config.mask_token,
     }
+
+
+EAGLE = Format(is_eagle, read_eagle, export_eagle, frozenset({"fc.bias"}))
+EAGLE3 = Format(is_eagle3, read_eagle3, export_eagle3, frozenset({"t2d"}))
+PEAGLE = Format(is_peagle, read_eagle3, export_peagle, frozenset({"t2d"}))

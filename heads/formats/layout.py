@@ -6,67 +6,70 @@ Sizes that tensor names or shapes show are never taken from the config, because 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from heads.dflash import DFlashConfig, DFlashHead
-from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead
-from heads.hydra import HydraConfig, HydraHead
 from heads.layers import LayerConfig
-from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
-from heads.mtp import MtpConfig, MtpHead
 from heads.vocabulary import HeadConfig, VocabularyHead
 
 Shapes = Mapping[str, Sequence[int]]  # of a file's tensors, by name
 ConfigDict = Mapping[str, Any]  # the content of config.json
-Head: TypeAlias = MedusaHead | MultiTokenHead | HydraHead | EagleHead | Eagle3Head | DFlashHead | MtpHead
-
-HEADS = {
-    "medusa": (MedusaHead, MedusaConfig),
-    "multi-token": (MultiTokenHead, MultiTokenConfig),
-    "hydra": (HydraHead, HydraConfig),
-    "eagle": (EagleHead, EagleConfig),
-    "eagle3": (Eagle3Head, Eagle3Config),
-    "peagle": (PEagleHead, PEagleConfig),
-    "dflash": (DFlashHead, DFlashConfig),
-    "mtp": (MtpHead, MtpConfig),
-}
 OWN = "draftless"  # our section of config.json, and our key in the weights' metadata
 MAP = "token_map"
 EMBEDDING = "embed_tokens.weight"
 MIDLAYER = "midlayer."  # an EAGLE-3 head's first layer
+NO_SIZES = "kind", "origin", MAP  # entries of our section
 PAIRS = "markov_head.markov_w2"  # rows of draft tokens, as those of an output matrix
-EXTRA = {
-    "medusa": {"lm_head.weight"},
-    "eagle": {"fc.bias"},
-    "eagle3": {"t2d"},
-    "peagle": {"t2d"},
-    "dflash": {"t2d", "lm_head.weight"},
-}  # in our files, for servers
+
+
+class TargetSizes(NamedTuple):
+    """The target's sizes, for files without them; None if they are unknown."""
+
+    vocab_size: int | None
+    layers: int | None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A head as one file stores it.
-
-    Each kind's reader makes it from the shapes of a file's tensors, its config and, for files without them, the
-    target's vocabulary size and number of layers. It raises ValueError if a size is unknown or the file contradicts
-    itself.
-    """
+    """A head as one file stores it."""
 
     config: HeadConfig
     renamed: Mapping[str, str] = field(default_factory=dict)  # prefixes of our names -> the file's, where they differ
     ignored: Set[str] = frozenset()  # tensors that the file can have and the head does not need
+    tensors: Mapping[str, Tensor] | None = None  # by our names, if they are not the file's own
+
+
+@dataclass(frozen=True)
+class Format:
+    """How folders store one kind of head. A kind that nobody publishes has the default.
+
+    recognizes: whether a published file with these names of tensors has such a head. read: its layout, by the file's
+    tensors and config and the sizes of the target. It raises ValueError if a size is unknown or the file contradicts
+    itself. export: the tensors and the config of our folder. for_servers: tensors of our folder that only servers need.
+    """
+
+    recognizes: Callable[[Collection[str]], bool] = lambda names: False
+    read: Callable[[Mapping[str, Tensor], ConfigDict, TargetSizes], Layout] | None = None
+    export: Callable[[Any], tuple[dict[str, Tensor], dict[str, Any]]] = lambda head: (
+        head.state_dict(),
+        {"model_type": head.kind},
+    )
+    for_servers: frozenset[str] = frozenset()
 
 
 def replace_prefix(name: str, replaced: Mapping[str, str]) -> str:
     """The name with the first of these prefixes that it has replaced, if any."""
     prefix = next((prefix for prefix in replaced if name.startswith(prefix)), "")
     return replaced.get(prefix, "") + name.removeprefix(prefix)
+
+
+def find_shapes(tensors: Mapping[str, Tensor]) -> Shapes:
+    """The shapes of a file's tensors."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def rename(shapes: Shapes, renamed: Mapping[str, str]) -> Shapes:
@@ -142,19 +145,19 @@ def find_first_layer(names: Iterable[str]) -> str:
     return MIDLAYER if any(name.startswith(MIDLAYER) for name in names) else "layers.0."
 
 
-def read_own(own: ConfigDict, names: Iterable[str]) -> Layout:
-    """The layout of a folder of `save_head`, whose config has all settings. Raises ValueError if they are damaged."""
-    settings = {name: value for name, value in own.items() if name not in ("kind", MAP)}
+def read_own(config: type[HeadConfig], for_servers: Set[str], own: ConfigDict, names: Iterable[str]) -> Layout:
+    """The layout of a folder of `save_head`, whose section of the config has all sizes.
+
+    Raises ValueError if they are damaged.
+    """
+    settings = {name: value for name, value in own.items() if name not in NO_SIZES}
     try:
         for name in ("layer", "prefix"):
             if settings.get(name):
                 settings[name] = LayerConfig(**settings[name])
-        for name in ("features", "full_layers"):
-            if name in settings:
-                settings[name] = tuple(settings[name])
-        renamed = {MIDLAYER: find_first_layer(names)}
-        return Layout(HEADS[own["kind"]][1](**settings), renamed, EXTRA.get(own["kind"], set()))
-    except (AttributeError, KeyError, TypeError) as error:
+        settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+        return Layout(config(**settings), {MIDLAYER: find_first_layer(names)}, for_servers)
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"its config's section {OWN} is damaged: {error}") from error
 
 
@@ -189,11 +192,17 @@ def export_token_map(states: dict[str, Tensor], vocab_size: int) -> None:
         states["t2d"] = torch.isin(torch.arange(vocab_size), tokens.cpu())
 
 
-def assemble(layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Head:
-    """The head. Raises ValueError with the file's names of tensors that are missing, unexpected or wrong."""
-    head_class: Any = next(head for head, kind in HEADS.values() if type(layout.config) is kind)
+def assemble(
+    network: type[VocabularyHead], layout: Layout, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> VocabularyHead:
+    """The head, from a file's tensors.
+
+    Raises ValueError with the file's names of tensors that are missing, unexpected or wrong.
+    """
+    tensors = tensors if layout.tensors is None else layout.tensors
+    make: Any = network
     with torch.device("meta"):  # parameters with shapes but no storage
-        head: Head = head_class(layout.config)
+        head: VocabularyHead = make(layout.config)
     expected = {name: list(state.shape) for name, state in head.state_dict().items()}
     names = {ours: replace_prefix(ours, layout.renamed) for ours in [*expected, MAP]}  # our names -> the file's
     states = {ours: tensors[name] for ours, name in names.items() if name in tensors}

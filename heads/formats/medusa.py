@@ -12,14 +12,25 @@ prefix layer: a Llama model of one layer, whose embeddings are not used.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from heads.formats.decoder_layer import read_layer
-from heads.formats.layout import EMBEDDING, ConfigDict, Layout, Shapes, count, extent, read_common, rename
+from heads.formats.layout import (
+    EMBEDDING,
+    ConfigDict,
+    Format,
+    Layout,
+    TargetSizes,
+    count,
+    extent,
+    find_shapes,
+    read_common,
+    rename,
+)
 from heads.hydra import HydraConfig
 from heads.medusa import MedusaConfig, MedusaHead
 from heads.vocabulary import Output
@@ -47,8 +58,9 @@ def _list_styles(names: Collection[str]) -> list[tuple[str, str]]:
     return [(prefix, block) for prefix in PREFIXES for block in BLOCKS if count(f"{prefix}{block}weight", names)]
 
 
-def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+def read_medusa(tensors: Mapping[str, Tensor], config: ConfigDict, target: TargetSizes) -> Layout:
     """The layout of a Medusa head."""
+    shapes = find_shapes(tensors)
     prefix, block = _list_styles(shapes)[0]
     sizes = [count(f"{prefix}{block}{part}", shapes) for part in ("weight", "bias")]
     heads, layers = max(size[0] for size in sizes if size), max(size[1] for size in sizes if size)
@@ -64,7 +76,7 @@ def read_medusa(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> L
     hidden_size = extent(shapes, ["blocks.{}.layers.{}.weight", "blocks.{}.layers.{}.bias"], 0)
     output: Output = "shared" if "lm_head.weight" in shapes else "target"
     head_config = MedusaConfig(
-        **read_common(shapes, hidden_size, ["lm_heads.{}.weight", "lm_head.weight"], config, vocab_size),
+        **read_common(shapes, hidden_size, ["lm_heads.{}.weight", "lm_head.weight"], config, target.vocab_size),
         heads=heads,
         layers=layers,
         output="own" if count("lm_heads.{}.weight", shapes) else output,
@@ -96,8 +108,9 @@ def is_hydra(names: Collection[str]) -> bool:
     return bool(count(HYDRA_BLOCK, names))
 
 
-def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> Layout:
+def read_hydra(tensors: Mapping[str, Tensor], config: ConfigDict, target: TargetSizes) -> Layout:
     """The layout of a Hydra head."""
+    shapes = find_shapes(tensors)
     heads, places = count(HYDRA_BLOCK, shapes)
     dropout = not count("hydra_mlp.{}.0.linear.weight", shapes)
     first, *further = range(dropout, places, 1 + dropout)
@@ -114,7 +127,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
         raise ValueError("its heads read no draft tokens (grounded_heads: false); Hydra heads must")
     has_prefix = any(name.startswith("prefix.") for name in shapes)
     head_config = HydraConfig(
-        **read_common(shapes, hidden_size, ["lm_heads.{}.weight"], config, vocab_size),
+        **read_common(shapes, hidden_size, ["lm_heads.{}.weight"], config, target.vocab_size),
         heads=heads,
         layers=1 + len(further),
         output="own",
@@ -124,3 +137,7 @@ def read_hydra(shapes: Shapes, config: ConfigDict, vocab_size: int | None) -> La
         prefix=read_layer(shapes, "prefix.layer.", config) if has_prefix else None,
     )
     return Layout(head_config, renamed, IGNORED)
+
+
+MEDUSA = Format(is_medusa, read_medusa, export_medusa, frozenset({"lm_head.weight"}))
+HYDRA = Format(is_hydra, read_hydra)

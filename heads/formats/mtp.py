@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from heads.formats.layout import ConfigDict, Layout, list_names
+from heads.formats.layout import ConfigDict, Format, Layout, TargetSizes, list_names
 from heads.mtp import ATTENTION, MtpConfig, describe_block, make_block
 from heads.vocabulary import is_copy
 
@@ -45,8 +45,8 @@ def is_mtp(names: Iterable[str]) -> bool:
     return bool(_list_modules(names))
 
 
-def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict) -> tuple[Layout, dict[str, Tensor]]:
-    """The layout of a checkpoint's MTP module and its tensors by our names.
+def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict, sizes: TargetSizes) -> Layout:
+    """The layout of a checkpoint's MTP module, with its tensors by our names.
 
     Raises ValueError if tensors are missing or unknown, or if transformers has no such model.
     """
@@ -80,7 +80,7 @@ def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict) -> tuple[Layout,
         embedding="embed_tokens.weight" in parts,
         output="shared" if "lm_head.weight" in parts else "target",
     )
-    return Layout(head_config), {**_convert(head_config.block, tensors, inside), **parts}
+    return Layout(head_config, tensors={**_convert(head_config.block, tensors, inside), **parts})
 
 
 def _list_modules(names: Iterable[str]) -> dict[str, int]:
@@ -191,3 +191,6 @@ def _convert(block: Mapping[str, Any], tensors: Mapping[str, Tensor], inside: Ma
             raise ValueError(f"{words} in its MTP module: {list_names(named)}")
     states = loaded.get_decoder().state_dict()
     return {f"block.{name}": tensor for name, tensor in states.items() if name.startswith("layers.")}
+
+
+MTP = Format(is_mtp, read_mtp)

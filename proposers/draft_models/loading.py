@@ -1,4 +1,4 @@
-"""Load a draft model: any model, the first layers of one, or one that was trained to draft (`draftless train`)."""
+"""Load a draft model: any model, or one that was trained to draft (`draftless train`)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,27 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode import Target
-from decode.models.cut_model import cut_model
 from decode.models.loading import load_model
 
 CONFIG = "config.json"
 
 
 def load_draft_model(
-    name: str | PathLike[str] | None = None,
-    *,
-    layers: int | None = None,
-    whole: bool = False,
-    accelerate: str = "auto",
-    **settings: Any,
+    name: str | PathLike[str] | None = None, *, whole: bool = False, accelerate: str = "auto", **settings: Any
 ) -> Target:
     """A model to draft with.
 
-    layers: only its first ones, with its final norm and its output layer: an early exit, for models that were trained
-    to have one (Elhoushi et al., "LayerSkip", 2024). whole: with the logits of all tokens, as a target has them. Else a
-    model in a local folder that was trained to draft a part of the vocabulary computes no others. Other arguments and
-    errors are those of `Target.load`.
+    whole: with the logits of all tokens, as a target has them. Else a model in a local folder that was trained to draft
+    a part of the vocabulary computes no others. Other arguments and errors are those of `Target.load`.
     """
     tokens = None if name is None or whole else read_draft_tokens(Path(name))
     deterministic = settings.pop("deterministic", False)
-    if layers is None and tokens is None:
+    if tokens is None:
         return Target.load(name, accelerate=accelerate, deterministic=deterministic, **settings)
     model, tokenizer = load_model(name, **settings)
-    if layers is not None:
-        model = cut_model(model, range(layers))
-    if tokens is not None:
-        keep_outputs(model, torch.tensor(tokens))
+    keep_outputs(model, torch.tensor(tokens))
     target = Target.take_over(model, tokenizer, accelerate=accelerate, deterministic=deterministic)
-    target.output_tokens = None if tokens is None else torch.tensor(tokens)
+    target.output_tokens = torch.tensor(tokens)
     return target
 
 

@@ -139,10 +139,9 @@ def make_methods(
 def _make_loop(target: Target, model: ModelOptions, temperature: float, named: NamedMethod) -> Method:
     """The project's loop. Each conversation has a proposer that has learned nothing yet and shares the models."""
     options = dict(named.options)
-    if {"draft_model", "draft_layers"} & {*options}:
-        name, layers = options.get("draft_model", model.model), options.pop("draft_layers", None)
-        whole = "draft_proposer" in options
-        options["draft_model"] = load_draft(replace(model, model=name), layers, whole)
+    if "draft_model" in options:
+        chosen = replace(model, model=options["draft_model"])
+        options["draft_model"] = load_draft(chosen, whole="draft_proposer" in options)
     load = partial(load_proposer, named.name, target, **options)
     cold = load()
     kept = load(store=AnswerStore()) if named.warm else cold

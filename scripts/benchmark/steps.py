@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import Proposer, Sampling, Target, stream
 from decode.cuda.graph import CudaGraphPool
 from decode.devices.backend import find_backend
-from heads import HEADS, LayerConfig
+from heads import KINDS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
 from scripts.benchmark.methods import clock
 from scripts.shared.results import to_markdown
@@ -60,7 +60,7 @@ def make_model(sizes: Sizes, device: torch.device) -> LlamaForCausalLM:
 
 
 def make_head(sizes: Sizes, device: torch.device) -> torch.nn.Module:
-    network, config = HEADS["eagle3"]
+    network, config = KINDS["eagle3"].network, KINDS["eagle3"].config
     layer = LayerConfig(head_dim=sizes.hidden // sizes.layer["num_attention_heads"], **sizes.layer)
     features = (1, sizes.layers // 2, sizes.layers - 1)
     head = network(

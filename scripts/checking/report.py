@@ -11,7 +11,8 @@ from typing import Any
 
 from decode import Target, stream
 from heads.checkpoint import find_kind
-from heads.formats.layout import Head
+from heads.kinds import get_kind
+from heads.vocabulary import VocabularyHead
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
 from proposers.draft_models.loading import is_trained_draft
@@ -30,8 +31,6 @@ from scripts.shared.worth import NODES, Worth, count, describe_tau, find_worth
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
-UNSERVED = ("hydra", "multi-token", "mtp")  # no server has a class for them
-ALL_AT_ONCE = ("medusa", "peagle", "dflash")  # they draft as many tokens as they have heads; only vLLM serves them
 NEW_TOKENS = 48  # of each answer here
 WIDTH = 4  # of a draft model's trees
 USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
@@ -141,27 +140,33 @@ def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:
         yield warning("draftless", "accepts-less-than-card", text)
 
 
-def describe_speculation(head: Head | None, folder: str) -> dict[str, Any]:
+def list_servers(kind: str) -> tuple[str, ...]:
+    """The servers that have a class for heads of this kind, or for draft models."""
+    return ENGINES if kind == DRAFT_MODEL else get_kind(kind).servers
+
+
+def describe_speculation(head: VocabularyHead | None, folder: str) -> dict[str, Any]:
     """vLLM's settings for a head, or for a draft model (None)."""
-    kind = DRAFT_MODEL if head is None else head.kind
-    count = head.config.heads if head is not None and kind in ALL_AT_ONCE else DRAFT_TOKENS
-    method = {"peagle": "eagle3", "dflash": "dspark" if has_markov_head(head) else kind}.get(kind, kind)
-    settings = {"method": method, "model": folder, "num_speculative_tokens": count}
-    return settings | ({"parallel_drafting": True} if kind == "peagle" else {})
+    if head is None:
+        return {"method": DRAFT_MODEL, "model": folder, "num_speculative_tokens": DRAFT_TOKENS}
+    kind = get_kind(head.kind)
+    count = head.config.heads if kind.drafts_at_once else DRAFT_TOKENS
+    method = "dspark" if has_markov_head(head) else head.kind
+    return {"method": method, "model": folder, "num_speculative_tokens": count, **kind.vllm}
 
 
 def write_commands(kind: str, speculation: Mapping[str, Any], model: str) -> dict[Engine, str]:
     """A command for each engine that serves heads of this kind, in chains. speculation: vLLM's settings."""
-    if kind in UNSERVED:
-        return {}
-    vllm = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculation)])
-    if kind in ALL_AT_ONCE:
-        return {"vllm": f"{vllm}  # vllm<=0.32" if kind == "medusa" else vllm}
-    folder, draft_tokens = speculation["model"], speculation["num_speculative_tokens"]
-    algorithm = "STANDALONE" if kind == DRAFT_MODEL else kind.upper()
-    sglang = (
-        f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "
-        f"{algorithm} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
-        f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
-    )  # the algorithm must be the head's: an EAGLE-3 head as EAGLE would run and accept nothing
-    return {"vllm": vllm, "sglang": sglang}
+    servers, commands = list_servers(kind), dict[Engine, str]()
+    if "vllm" in servers:
+        limit = "" if kind == DRAFT_MODEL else get_kind(kind).vllm_limit
+        commands["vllm"] = shlex.join(["vllm", "serve", model, "--speculative-config", json.dumps(speculation)]) + limit
+    if "sglang" in servers:
+        folder, draft_tokens = speculation["model"], speculation["num_speculative_tokens"]
+        algorithm = "STANDALONE" if kind == DRAFT_MODEL else kind.upper()
+        commands["sglang"] = (
+            f"python -m sglang.launch_server --model-path {shlex.quote(model)} --speculative-algorithm "
+            f"{algorithm} --speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps "
+            f"{draft_tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {draft_tokens + 1}"
+        )  # the algorithm must be the head's: an EAGLE-3 head as EAGLE would run and accept nothing
+    return commands

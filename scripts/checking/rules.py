@@ -8,7 +8,7 @@ read. What a server refuses aloud needs no rule; `--serve` shows it. The facts a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from decode import Target
 from heads.formats.decoder_layer import read_windows
 from heads.formats.dflash import find_scales
 from heads.formats.eagle import NESTED, READ, norms_residual
-from heads.formats.layout import EMBEDDING, ConfigDict, Head, number, section
+from heads.formats.layout import EMBEDDING, ConfigDict, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
+from heads.vocabulary import VocabularyHead
 from proposers.draft_models.proposer import has_other_tokens
 
 Engine = Literal["vllm", "sglang", "both", "draftless"]
 LAYER_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
-Tensors = Mapping[str, Tensor]  # of the file
 DIFFERENT = 0.01  # relative norm of the difference; rounding to bfloat16 stays below it
 
 
@@ -45,30 +45,29 @@ class Finding:
 error, warning = partial(Finding, "error"), partial(Finding, "warning")
 
 
-def find_faults(path: Path, head: Head, target: Target) -> list[Finding]:
-    """The faults of a folder, whose head is loaded. No server has Hydra and multi-token heads, or takes an MTP module
-    apart from its checkpoint, so they have no faults.
+@dataclass(frozen=True)
+class Folder:
+    """A head as it is loaded, and what its files have for servers."""
+
+    head: Any
+    config: ConfigDict  # config.json
+    tensors: Mapping[str, Tensor]
+    target: Target
+
+    @property
+    def layer(self) -> ConfigDict:
+        """The config with the sizes of the layer, which speculators' format nests."""
+        return {**self.config, **section(self.config, NESTED)}
+
+
+def find_faults(path: Path, head: VocabularyHead, target: Target) -> list[Finding]:
+    """The faults of a folder, whose head is loaded. Kinds that no server has a class for have none.
 
     Raises ValueError if a value in config.json has the wrong type.
     """
-    config, (tensors, _) = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}, read_weights(path)
-    layer = {**config, **section(config, NESTED)}  # speculators' format nests the sizes of the layer
-    found: list[Finding] = []
-    if head.kind == "medusa":
-        found += check_medusa(head, config)
-    if head.kind in ("eagle", "eagle3", "peagle"):
-        found += check_biases(head, tensors)
-        found += check_embeddings(head, tensors, layer, target)
-    if head.kind in ("eagle", "eagle3", "peagle", "dflash"):
-        found += check_sizes(head, layer, target.context)
-    if head.kind in ("eagle3", "peagle"):
-        found += check_layer_ids(head, config, target.config.num_hidden_layers)
-        found += check_norms(head, config)
-    if head.kind in ("eagle3", "peagle", "dflash"):
-        found += check_offsets(head, tensors)
-    if head.kind == "dflash":
-        found += check_block(head, config, tensors)
-    return found
+    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    folder = Folder(head, config, read_weights(path)[0], target)
+    return [finding for rule in RULES.get(head.kind, ()) for finding in rule(folder)]
 
 
 def find_draft_faults(draft: Target, target: Target) -> list[Finding]:
@@ -78,7 +77,8 @@ def find_draft_faults(draft: Target, target: Target) -> list[Finding]:
     return [error("both", "tokenizer", "it has another tokenizer than the target: only Draftless drafts with it")]
 
 
-def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
+def check_medusa(folder: Folder) -> Iterator[Finding]:
+    head, config = folder.head, folder.config
     if head.config.bias and not config.get("medusa_fc_bias"):
         yield error("vllm", "biases", "vLLM ignores the biases without medusa_fc_bias: true in config.json: add it")
     if head.token_map is not None or head.output == "target":
@@ -86,9 +86,9 @@ def check_medusa(head: Head, config: ConfigDict) -> Iterator[Finding]:
         yield error("vllm", "medusa-token-map", text)
 
 
-def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
+def check_biases(folder: Folder) -> Iterator[Finding]:
     """Only EAGLE-1 in SGLang has a bias of fc, which stays random if the file has none."""
-    bias = tensors.get("fc.bias")
+    head, bias = folder.head, folder.tensors.get("fc.bias")
     if bias is not None and bool(bias.any()):
         engine: Engine = "both" if head.kind == "eagle3" else "vllm"
         yield error(engine, "biases", "fc.bias is not zero but ignored: train the head without it")
@@ -96,9 +96,9 @@ def check_biases(head: Head, tensors: Tensors) -> Iterator[Finding]:
         yield error("sglang", "biases", "there is no fc.bias, so SGLang's stays random: add zeros")
 
 
-def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Finding]:
+def check_sizes(folder: Folder) -> Iterator[Finding]:
     """Servers build the layer from config.json alone, with transformers' defaults for missing keys."""
-    default = LlamaConfig()
+    head, config, context, default = folder.head, folder.layer, folder.target.context, LlamaConfig()
     layers = getattr(head.config, "layers", 1)
     trained = {"num_hidden_layers": layers, "hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
     trained |= {name: getattr(head.config.layer, name) for name in LAYER_SIZES}
@@ -130,29 +130,31 @@ def check_sizes(head: Head, config: ConfigDict, context: int) -> Iterator[Findin
         yield warning("both", "sizes", text)
 
 
-def check_embeddings(head: Head, tensors: Tensors, config: ConfigDict, target: Target) -> Iterator[Finding]:
+def check_embeddings(folder: Folder) -> Iterator[Finding]:
     """SGLang takes the target's embeddings, and its output matrix for EAGLE-1. vLLM takes the file's embeddings if they
     differ, as loading does here."""
+    head, config = folder.head, folder.layer
     if head.kind == "eagle3" and config.get("tie_word_embeddings"):
         text = "with tie_word_embeddings: true, SGLang takes the embeddings for the output matrix: write false"
         yield error("sglang", "embeddings", text)
     if head.kind == "eagle" and head.output == "shared":
         yield error("sglang", "output", "SGLang takes the target's output matrix, not the head's: train without it")
-    own = tensors.get(EMBEDDING)
+    own = folder.tensors.get(EMBEDDING)
     if own is None:
         return
-    theirs = target.embedding_matrix.cpu().float()
+    theirs = folder.target.embedding_matrix.cpu().float()
     if own.shape != theirs.shape or torch.dist(own.float(), theirs) > DIFFERENT * theirs.norm():
         text = f"SGLang takes the target's embeddings, not {EMBEDDING}: train without it, or remove it if it is random"
         yield error("sglang", "embeddings", text)
 
 
-def check_layer_ids(head: Head, config: ConfigDict, layers: int) -> Iterator[Finding]:
+def check_layer_ids(folder: Folder) -> Iterator[Finding]:
     """Each engine has a list of its own of the target's layers that an EAGLE-3 head reads, and a default without it.
 
     vLLM's list is at the top of the config: L is the output of the first L layers. SGLang's is in `eagle_config`, by
     the layer that outputs them, from 0: L - 1. The default is L = 2, n // 2, n - 3 of n layers.
     """
+    head, config, layers = folder.head, folder.config, folder.target.config.num_hidden_layers
     nested = section(config, "eagle_config")
     for engine, place, listed, shift in (
         ("vllm", "at the top of config.json", config.get(READ), 0),
@@ -164,22 +166,23 @@ def check_layer_ids(head: Head, config: ConfigDict, layers: int) -> Iterator[Fin
             yield error(engine, "layer-ids", text)
 
 
-def check_offsets(head: Head, tensors: Tensors) -> Iterator[Finding]:
+def check_offsets(folder: Folder) -> Iterator[Finding]:
     """d2t [D] holds offsets: draft token i is the target's token i + d2t[i]. Loading has compared it with t2d."""
-    offsets = tensors.get("d2t")
-    if head.token_map is not None and offsets is None:
+    offsets = folder.tensors.get("d2t")
+    if folder.head.token_map is not None and offsets is None:
         yield error("both", "d2t", "there is no d2t, and servers ignore t2d: save the head with Draftless")
     elif offsets is not None and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
         text = "d2t must hold offsets, but it seems to hold token ids: subtract 0, 1, 2, ... from its entries"
         yield error("both", "d2t", text)
 
 
-def check_block(head: Head, config: ConfigDict, tensors: Tensors) -> Iterator[Finding]:
+def check_block(folder: Folder) -> Iterator[Finding]:
     """vLLM needs norms of queries and keys, and the output rows of a part of the vocabulary."""
+    head, config = folder.head, folder.config
     if not head.config.layer.qk_norm:
         text = "vLLM's class has norms of queries and keys, which stay at 1: train the head with them"
         yield error("vllm", "norms", text)
-    if head.token_map is not None and "lm_head.weight" not in tensors:
+    if head.token_map is not None and "lm_head.weight" not in folder.tensors:
         text = "a part of the vocabulary is drafted, and vLLM needs its output rows: save the head with Draftless"
         yield error("vllm", "output", text)
     if not head.has_pairs and head.config.from_anchor:
@@ -218,8 +221,9 @@ def has_markov_head(head: Any) -> bool:
     return bool(getattr(head, "has_pairs", False)) and not head.config.candidates
 
 
-def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:
+def check_norms(folder: Folder) -> Iterator[Finding]:
     """In servers, `norm_output` means that normed states are fed back, and the output matrix always has a norm."""
+    head, config = folder.head, folder.config
     trained = {name: getattr(head.config, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm")}
     trained["norm_output"] = head.config.normed_feedback
     default = {"norm_before_residual": norms_residual(config)}
@@ -233,3 +237,13 @@ def check_norms(head: Head, config: ConfigDict) -> Iterator[Finding]:
         yield error("vllm", "norms", "vLLM's P-EAGLE has no fc_norm: train without it")
     if not head.config.final_norm:
         yield error("both", "norms", "it has no norm before its output matrix, and servers have one: train with it")
+
+
+FUSING = check_biases, check_embeddings, check_sizes, check_layer_ids, check_norms, check_offsets
+RULES: dict[str, tuple[Callable[[Folder], Iterator[Finding]], ...]] = {  # by the kinds that a server has
+    "medusa": (check_medusa,),
+    "eagle": (check_biases, check_embeddings, check_sizes),
+    "eagle3": FUSING,
+    "peagle": FUSING,
+    "dflash": (check_sizes, check_offsets, check_block),
+}

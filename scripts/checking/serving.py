@@ -22,8 +22,9 @@ from decode import Stats, Target, stream
 from decode.devices.user_cache import print_notice, working_folder
 from decode.models.loading import load_model
 from heads.checkpoint import load_head
-from proposers import HEAD_PROPOSERS, DraftProposer, TreeProposer
+from proposers import DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
+from proposers.options import find_proposer
 from scripts.checking.rules import Finding, error, warning
 from scripts.shared.results import to_markdown
 from scripts.shared.terminal import show_progress
@@ -151,7 +152,7 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
         proposer = DraftProposer(load_draft_model(folder, dtype=target.dtype, device=str(target.device)), **shape)
     else:
         head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
-        proposer = HEAD_PROPOSERS[head.kind](head, **shape)
+        proposer = find_proposer(head.kind)(head, **shape)
     made, stats, answers = Counter[int](), Stats(accepted_by_depth=[0] * count), {}
     most = NEW_TOKENS + count
     chunks = stream(target, PROMPTS, proposer, max_new_tokens=most, text=False)

@@ -16,7 +16,8 @@ from decode import Target, generate
 from decode.devices.backend import find_backend
 from decode.stats import Stats
 from heads.vocabulary import VocabularyHead
-from proposers import HEAD_PROPOSERS, DraftProposer
+from proposers import DraftProposer
+from proposers.options import find_proposer
 from proposers.tree_proposer import TreeProposer
 from scripts.shared.results import save_figure
 from scripts.shared.worth import NODES, count
@@ -67,7 +68,7 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
         draft = Target(head.model)
         proposer = DraftProposer(draft, depth=DEPTH, width=1 if draft.is_recurrent else WIDTH, nodes=NODES)
     else:
-        proposer = HEAD_PROPOSERS[head.kind](head, nodes=NODES)
+        proposer = find_proposer(head.kind)(head, nodes=NODES)
     answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
     stats = Stats()
     for answer in answers:

@@ -12,33 +12,20 @@ from typing import Any, get_args
 
 from decode.models.loading import check_model
 from heads.checkpoint import find_kind
+from heads.kinds import KINDS, get_kind
 from heads.vocabulary import Output
 from scripts.shared.command import Parser, at_least, check_output_folder, check_plot
+from scripts.shared.options import parse_own_kind
 from scripts.shared.prompts import TEMPLATE_OPTION
 from training.checkpoint import METRICS
 from training.data import MAX_BAD, read_rows
-from training.factory import REGRESSION
+from training.factory import OBJECTIVES, find_objective
 from training.losses import LOSSES
-from training.objectives import DECAY, PACE, Decay
+from training.objectives import DECAY, PACE, REGRESSION, TTT_STEPS, Decay
 from training.schedule import Schedule
 
-TTT_STEPS = 3
-UNROLLING = "ttt_steps", "regression", "noise"
-SHAPE = "heads", "layers", "output", "pair_rank", "window", "fc_norm", "normed_feedback"
-NORMS = "fc_norm", "normed_feedback"
-MODEL = "cut", "rollout"
-# By kind, the options that are for others. EAGLE-3's states are not features, so there is nothing to regress.
-NOT_FOR = {
-    "multi-token": (*UNROLLING, *MODEL, *NORMS, "layers", "pair_rank"),
-    "medusa": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
-    "hydra": (*UNROLLING, *MODEL, *NORMS, "pair_rank", "window"),
-    "eagle": (*MODEL, *NORMS, "heads", "layers", "output", "pair_rank"),
-    "eagle3": (*MODEL, "heads", "output", "pair_rank", "regression"),
-    "peagle": (*UNROLLING, *MODEL, "output", "pair_rank", "normed_feedback"),
-    "dflash": (*UNROLLING, *MODEL, *NORMS, "output"),
-    "mtp": (*MODEL, *SHAPE, "regression"),
-    "draft": (*UNROLLING, *NORMS, "heads", "output", "pair_rank", "window"),
-}
+OF_DRAFTS = "layers", "cut"  # options of draft models
+UNROLLING = {"ttt_steps": ("steps", TTT_STEPS), "regression": ("regression", REGRESSION), "noise": ("noise", 0.0)}
 DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
     "model": "model",
@@ -69,6 +56,16 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
     return flag(text + shown, default, type=kind, metavar="X" if kind is float else "N")
 
 
+def list_options(kind: str) -> set[str]:
+    """The options that are for heads of some kinds, this one among them."""
+    return {*(OF_DRAFTS if kind == "draft" else get_kind(kind).options), *find_objective(kind).options}
+
+
+def is_given(value: Any) -> bool:
+    """Whether an option has a value; 0 is one."""
+    return value is not None and value is not False
+
+
 def parse_decay(text: str) -> Decay:
     """The value of --decay."""
     try:
@@ -82,8 +79,9 @@ class TrainOptions:
     """The command line of `draftless train`, a field for each option. Raises ValueError if they do not fit together."""
 
     kind: str = flag(
-        f"the kind of head to train: {', '.join(NOT_FOR)}. draft is a small model with some of the model's own layers",
-        choices=[*NOT_FOR],
+        f"the kind of head to train: {', '.join(OBJECTIVES)}, or one of your own as FILE.py:CLASS (docs/training.md). "
+        "draft is a small model with some of the model's own layers",
+        type=parse_own_kind,
         required=True,
         metavar="KIND",
     )
@@ -178,13 +176,14 @@ class TrainOptions:
         "which layers of the model: first, or spaced, which are as far apart as possible (default: first)",
         choices=["first", "spaced"],
     )
-    rollout: int | None = number("let each answer end with N tokens of the draft model, which the model scores")
 
     def __post_init__(self) -> None:
-        if self.prefix and (self.kind != "hydra" or self.init is not None):
+        if self.kind not in {*OBJECTIVES, *KINDS}:
+            raise ValueError(f"--kind {self.kind}: choose from {', '.join(OBJECTIVES)} and FILE.py:CLASS")
+        if self.prefix and self.init is not None:
             raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
-        for name in NOT_FOR[self.kind]:
-            if getattr(self, name) or (name == "pair_rank" and self.pair_rank is not None):
+        for name in sorted(set[str]().union(*map(list_options, OBJECTIVES)) - list_options(self.kind)):
+            if is_given(getattr(self, name)):
                 kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
         if self.kind == "draft" and self.init is not None and (self.layers or self.cut):
@@ -193,10 +192,6 @@ class TrainOptions:
             raise ValueError("--decay is for heads, which have several depths; leave it out")
         if self.decay == PACE and self.objective.get("regression"):
             raise ValueError("--decay pace weighs draft tokens, and no distance from features; give --regression 0 too")
-        if self.rollout and self.loss == "ce":
-            raise ValueError("--loss ce takes the text's tokens for right, which --rollout draws from the draft itself")
-        if self.rollout and self.cache is not None:
-            raise ValueError("--rollout makes other texts in each step, which no --cache has; give one of them")
         if not 0 < self.temperature <= 1:
             raise ValueError(f"--temperature is {self.temperature}; it must be above 0 and at most 1")
         if self.seed >= 1 << 32:
@@ -222,10 +217,16 @@ class TrainOptions:
         settings: dict[str, Any] = {"loss": self.loss, "decay": self.decay}
         if self.temperature != 1:
             settings["temperature"] = self.temperature
-        if self.kind in REGRESSION:
-            regression = REGRESSION[self.kind] if self.regression is None else self.regression
-            settings |= {"steps": self.ttt_steps or TTT_STEPS, "regression": regression, "noise": self.noise or 0.0}
+        for name in find_objective(self.kind).options:
+            argument, default = UNROLLING[name]
+            settings[argument] = default if getattr(self, name) is None else getattr(self, name)
         return settings
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The options that are given for the shape of a new head."""
+        named = {name: getattr(self, name) for name in get_kind(self.kind).options}
+        return {name: value for name, value in named.items() if is_given(value)}
 
     def check_files(self) -> None:
         """Raise ValueError if input files are missing or of another kind, or output files cannot be written there."""
@@ -250,7 +251,7 @@ class TrainOptions:
             return
         if self.kind == "draft":
             check_model(self.init)
-        elif (kind := find_kind(self.init)) != self.kind and (self.kind, kind) != ("peagle", "eagle3"):
+        elif (kind := find_kind(self.init)) not in (self.kind, KINDS[self.kind].begins_as):
             raise ValueError(f"--init {self.init} holds a head of kind {kind}, not {self.kind}")
 
 

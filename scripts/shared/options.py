@@ -19,7 +19,8 @@ from decode.requests.text import Tokenizer
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.draft_models.loading import load_draft_model
 from proposers.eagle import DEPTH, WIDTH
-from proposers.load import OPTIONS
+from proposers.options import OPTIONS, DraftingOptions, load_kind
+from proposers.own_class import is_own_class
 from scripts.shared.command import at_least
 
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
@@ -36,26 +37,15 @@ pay; for lookahead 19)"""
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
-DRAFT_LAYERS_HELP = """for draft: draft with the first N layers of the draft model; without --draft-model, of the model
-itself, if it was trained for an early exit"""
 DRAFT_PROPOSER_HELP = """for draft: what drafts for the draft model, such as ngram or a head's folder (staged drafts)"""
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
+KIND_HELP = "of a head of your own kind: its class, which is run (docs/training.md)"
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
 run, and so the same text in half precision too"""
 
 
-DRAFTING = (
-    "draft_model",
-    "draft_layers",
-    "draft_proposer",
-    "head",
-    "nodes",
-    "depth",
-    "width",
-    "sampled",
-    "store",
-)  # options of `load_proposer`
+DRAFTING = tuple(each.name for each in fields(DraftingOptions))
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,6 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add, whole = parser.add_argument_group("drafting").add_argument, at_least(1)
     add("--proposer", default="auto", metavar="NAME", help=f"{', '.join(OPTIONS)}: {PROPOSER_HELP}")
     add("--draft-model", metavar="MODEL", help=DRAFT_MODEL_HELP)
-    add("--draft-layers", type=whole, metavar="N", help=DRAFT_LAYERS_HELP)
     add("--draft-proposer", metavar="NAME", help=DRAFT_PROPOSER_HELP)
     add("--head", metavar="DIR", help=HEAD_HELP)
     add("--nodes", type=whole, metavar="N", help=NODES_HELP)
@@ -123,6 +112,19 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
 
 
+def add_kind_option(parser: argparse.ArgumentParser) -> None:
+    """Add --kind, for heads of the user's own kind."""
+    parser.add_argument("--kind", type=parse_own_kind, metavar="FILE.py:CLASS", help=KIND_HELP)
+
+
+def parse_own_kind(text: str) -> str:
+    """The name of a kind of head. One of the user's own, FILE.py:CLASS, is loaded from its file."""
+    try:
+        return load_kind(text).name if is_own_class(text) else text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def load_target(options: ModelOptions) -> Target:
     """The model, accelerated, as a target. Raises ValueError if it cannot be loaded."""
     settings = asdict(options)
@@ -136,11 +138,11 @@ def load_model_only(options: ModelOptions) -> tuple[PreTrainedModel, Tokenizer]:
         return load_model(options.model, dtype=options.dtype, device=options.device, device_map=options.device_map)
 
 
-def load_draft(options: ModelOptions, layers: int | None = None, whole: bool = False) -> Target:
+def load_draft(options: ModelOptions, whole: bool = False) -> Target:
     """A model to draft with, as `load_draft_model` loads it. Raises ValueError if it cannot be loaded."""
     settings = asdict(options)
     with _loading():
-        return load_draft_model(settings.pop("model"), layers=layers, whole=whole, **settings)
+        return load_draft_model(settings.pop("model"), whole=whole, **settings)
 
 
 @contextmanager
@@ -161,10 +163,7 @@ def make_proposer(args: argparse.Namespace, target: Target, store: AnswerStore |
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
     settings = {name: getattr(args, name) for name in DRAFTING} | {"store": store}
-    if args.draft_model is not None or args.draft_layers is not None:
-        model = args.draft_model or args.model
-        chosen = ModelOptions.from_args(args, model=model)
-        settings["draft_model"] = load_draft(
-            chosen, settings.pop("draft_layers"), whole=args.draft_proposer is not None
-        )
+    if args.draft_model is not None:
+        chosen = ModelOptions.from_args(args, model=args.draft_model)
+        settings["draft_model"] = load_draft(chosen, whole=args.draft_proposer is not None)
     return load_proposer(args.proposer, target, **settings)

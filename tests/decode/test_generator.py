@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode import Engine, Sampling, Target, generate, speculate
-from heads import HEADS
+from heads import KINDS
 from heads.checkpoint import load_head, save_head
 from tests.decode.test_lossless import DETERMINISTIC
 from tests.support.drafting import make_head
@@ -34,7 +34,7 @@ def test_so_do_requests_and_transformers_generate(target: Target) -> None:
     assert not count_moves(lambda: target.model.generate(ids, **options, proposer="merged"))
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_so_does_a_head_that_is_loaded(target: Target, kind: str, tmp_path: Path) -> None:
     """Else the first sampled answer of a process would differ from the same one later."""
     save_head(make_head(kind, target), tmp_path / kind)

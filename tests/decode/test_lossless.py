@@ -29,8 +29,9 @@ from proposers import (
     RecyclingProposer,
     SuffixProposer,
     TreeProposer,
+    load_proposer,
 )
-from proposers.load import OPTIONS, load_proposer
+from proposers.options import OPTIONS
 from proposers.sources import Continuation, Place, RecyclingSource, Source
 from tests.support.drafting import make_head, tree_of_rows
 from tests.support.enumeration import compare_third_tokens

@@ -66,7 +66,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("saved", {"token_map": None}, {}, "missing: token_map$"),
         ("saved", {}, {"draftless": {"kind": "hydra", "prefix": 1}}, "section draftless is damaged"),
         ("saved", {}, {"draftless": {"kind": "hydra", "hidden_size": 8}}, "is damaged: .* argument: 'vocab_size'"),
-        ("saved", {}, {"draftless": {"kind": "oak"}}, "is damaged: 'oak'"),
+        ("saved", {}, {"draftless": {"kind": "oak"}}, "it is of kind 'oak', which is not one of ours"),
         ("mapped", {"token_map": torch.arange(5) * 4}, {}, "must be a list of different tokens, each below 13"),
         ("mapped", {"token_map": torch.zeros(5, dtype=torch.long)}, {}, "token_map must be"),
         ("mapped", {"token_map": torch.arange(5) - 1}, {}, "token_map must be"),

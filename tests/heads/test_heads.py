@@ -13,7 +13,17 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads import HEADS, LayerCache, LayerConfig, MedusaConfig, MedusaHead, choose_features
+from heads import (
+    Eagle3Config,
+    Eagle3Head,
+    EagleConfig,
+    EagleHead,
+    LayerCache,
+    LayerConfig,
+    MedusaConfig,
+    MedusaHead,
+    choose_features,
+)
 from heads.hydra import HydraConfig, HydraHead
 from heads.layer_cache import hide
 from heads.rope import rotate
@@ -250,10 +260,9 @@ def test_new_heads_return_their_input():
 
 def test_new_heads_repeat_their_deepest_feature():
     embedded, features = drawn(2, 4, HIDDEN), drawn(2, 4, 3 * HIDDEN, seed=2)
-    (eagle_head, eagle_config), (eagle3_head, eagle3_config) = HEADS["eagle"], HEADS["eagle3"]
-    eagle = eagle_head(eagle_config(HIDDEN, VOCABULARY, replace(LAYER, input_norm=False), bias=True)).double()
+    eagle = EagleHead(EagleConfig(HIDDEN, VOCABULARY, replace(LAYER, input_norm=False), bias=True)).double()
     assert torch.equal(eagle(embedded, features[..., :HIDDEN], torch.arange(4)[None]), features[..., :HIDDEN])
-    eagle3 = eagle3_head(eagle3_config(HIDDEN, VOCABULARY, LAYER, (2, 5, 9))).double()
+    eagle3 = Eagle3Head(Eagle3Config(HIDDEN, VOCABULARY, LAYER, (2, 5, 9))).double()
     assert torch.equal(eagle3(embedded, eagle3.fuse(features), torch.arange(4)[None]), features[..., -HIDDEN:])
 
 

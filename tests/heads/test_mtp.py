@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
 from decode import Sampling, Target, generate
 from heads import checkpoint, load_head, save_head
+from heads.formats import mtp
 from proposers import MtpProposer, load_draft_head, load_proposer
 from tests.support.models import tiny
 from training.data import Example
@@ -174,7 +175,7 @@ def test_the_kind_of_a_checkpoint_is_found_without_reading_its_module(
 ) -> None:
     """Converting experts takes minutes in a large checkpoint."""
     write_checkpoint("qwen3_next", tmp_path)
-    monkeypatch.setattr(checkpoint, "read_mtp", lambda *given: pytest.fail("the module was read"))
+    monkeypatch.setattr(mtp, "_convert", lambda *given: pytest.fail("the module was read"))
     assert checkpoint.find_kind(tmp_path) == "mtp"
 
 
@@ -506,4 +507,4 @@ def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str) -> None:
     target = Target(tiny(kind))
     example = Example(tuple(range(3, 40)), ((5, 37),))
     with pytest.raises(ValueError, match=NO_MODULES[kind]):
-        make_head("mtp", target, [example], None, False)
+        make_head("mtp", target, [example], None)

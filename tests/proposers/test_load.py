@@ -18,6 +18,7 @@ from decode import PlainProposer, Target, generate, speculate
 from decode.models.fingerprint import fingerprint_weights
 from heads.checkpoint import save_head
 from proposers import MergedProposer, NGramProposer, check_options, load, load_draft_head, load_proposer
+from proposers import options as names
 from proposers.calibration import Calibration, load_calibration
 from tests.decode.test_lossless import texts
 from tests.support.drafting import make_head
@@ -84,7 +85,7 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
-    monkeypatch.setattr(load, "PRETRAINED", heads)
+    monkeypatch.setattr(names, "PRETRAINED", heads)
 
 
 def head_of(proposer: Any) -> str | None:

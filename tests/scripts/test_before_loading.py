@@ -67,7 +67,11 @@ WRONG: list[tuple[Any, list[str], str]] = [
         "the head in hydra is of kind hydra",
     ),
     (generate, [*GENERATE, "--proposer", "draft", "--draft-model", "empty"], NO_MODEL),
-    (generate, [*GENERATE, "--proposer", "draft", "--draft-layers", "1", "--draft-proposer", "oak"], "proposer 'oak'"),
+    (
+        generate,
+        [*GENERATE, "--proposer", "draft", "--draft-model", "empty", "--draft-proposer", "oak"],
+        "proposer 'oak'",
+    ),
     (generate, [*GENERATE, "--nodes", "9000"], "nodes is 9000; a tree has its root and at most"),
     (generate, [*GENERATE, "--store", "nowhere/store"], "--store nowhere/store cannot be written"),
     (generate, [*GENERATE, "--store", "own.py"], "own.py is no answer store"),

@@ -12,7 +12,7 @@ import pytest
 
 from decode import Target
 from heads.checkpoint import save_head
-from proposers import AnswerStore, MergedProposer, NGramProposer, load
+from proposers import AnswerStore, MergedProposer, NGramProposer, options
 from proposers.calibration import FILE, load_calibration
 from scripts import bench, calibrate, demo, generate
 from scripts.shared.options import ModelOptions, load_target
@@ -144,7 +144,7 @@ def test_the_demos_table_has_a_line_for_each_method(
 ) -> None:
     monkeypatch.setattr(demo, "MAX_NEW_TOKENS", 5)
     monkeypatch.setattr(demo, "PROMPTS", ("ab ab ab", "one two"))
-    monkeypatch.setattr(load, "PRETRAINED", tmp_path)
+    monkeypatch.setattr(options, "PRETRAINED", tmp_path)
     model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
     target = load_target(model)
     save_head(make_head("medusa", target, output="own"), tmp_path / "medusa")

@@ -153,7 +153,7 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
         (["--data", "nowhere.jsonl"], "--data nowhere.jsonl: there is no such file"),
         (["--lr", "0"], "--lr is 0.0; it must be a positive number"),
         (["--cache-gib", "nan"], "--cache-gib is nan; it must be a number from 0 on"),
-        (["--prefix"], "--prefix is for a new hydra head"),
+        (["--prefix"], "--prefix is not for medusa heads; leave it out"),
         (["--kind", "eagle", "--heads", "3"], "--heads is not for eagle heads; leave it out"),
         (["--kind", "eagle3", "--regression", "1"], "--regression is not for eagle3 heads; leave it out"),
         (["--kind", "medusa", "--pair-rank", "0"], "--pair-rank is not for medusa heads; leave it out"),
@@ -222,8 +222,8 @@ def test_a_folder_that_is_not_empty_is_refused(call: Call, place: Path, trained:
 
 
 def test_other_settings_are_all_named(call: Call, trained: Path, tmp_path: Path) -> None:
-    changes = ["--lr", "0.02", "--epochs", "3", "--loss", "lk", "--layers", "1", "--validation", "3", "--patience", "4"]
-    named = ["epochs was 2, now 3", "lr was 0.01, now 0.02", "loss was 'kl', now 'lk'", "validation was 16, now 3"]
+    changes = ["--lr", "0.02", "--epochs", "3", "--loss", "tv", "--layers", "1", "--validation", "3", "--patience", "4"]
+    named = ["epochs was 2, now 3", "lr was 0.01, now 0.02", "loss was 'kl', now 'tv'", "validation was 16, now 3"]
     named += ["patience was 10, now 4", "'layers': 2", "'layers': 1"]
     begun = f"the training in {trained} was begun with other settings: "
     refuse(call(*SHORT, "--resume", *changes, out=trained), begun, *named)

@@ -11,7 +11,7 @@ import torch
 
 from decode import Proposer, Step, Target, Tree
 from decode.costs import CostCurve
-from heads import HEADS, LayerConfig, choose_features
+from heads import KINDS, LayerConfig, choose_features
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 SMALL_BLOCK: dict[str, Any] = {
@@ -25,7 +25,7 @@ def draw_head(
     kind: str, hidden_size: int, vocab_size: int, dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any
 ) -> Any:
     """A head with random weights and a random draft vocabulary; 3 of them where the kind has several."""
-    network, config = HEADS[kind]
+    network, config = KINDS[kind].network, KINDS[kind].config
     defaults: dict[str, Any] = {"heads": 3}
     if kind.startswith("eagle"):
         defaults = {"layer": replace(LAYER, input_norm=kind == "eagle3")}

@@ -25,7 +25,7 @@ from tests.support.tokenizers import byte_level, merging
 from tests.support.training_runs import assert_same, losses, save_predictable, stop_at, train, walk
 from training.checkpoint import CHECKPOINT, read_metrics
 from training.data import Example
-from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective, RolloutLoader
+from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.factory import make_draft_model
 from training.teacher import Teacher, collate
 from training.trainer import Trainer
@@ -49,13 +49,6 @@ def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_cut_draft_learns(place: Path, trained: Path) -> None:
     rows = read_metrics(trained)
     assert losses(trained)[-1]["agreement"][0] > 0.9 and rows[-1]["tau"] > 3
-    untrained = generate(
-        Target.load(place, dtype="float32"),
-        [[5], [17]],
-        DraftProposer(load_draft_model(place, layers=1, dtype="float32"), depth=3, nodes=4),
-        max_new_tokens=24,
-    )
-    assert sum(answer.stats.tau for answer in untrained) / 2 < rows[-1]["tau"]
 
 
 def test_it_is_a_model_of_transformers(place: Path, trained: Path) -> None:
@@ -126,7 +119,7 @@ def test_calibrated_drafts(place: Path, trained: Path, capsys: pytest.CaptureFix
     (trained / "calibration.json").unlink()
 
 
-@pytest.mark.parametrize("options", [[], ["--rollout", "3"], ["--loss", "rkl", "--temperature", "0.8"]])
+@pytest.mark.parametrize("options", [[], ["--loss", "rkl", "--temperature", "0.8"]])
 def test_stopped_and_resumed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
     run = [*CUT, *options, "--max-steps", "9", "--validate-every", "4", "--save-every", "3"]
     assert train(place, tmp_path / "whole", *run) == 0
@@ -157,10 +150,8 @@ def test_a_checkpoint_to_start_from(place: Path, trained: Path, tmp_path: Path) 
         (["--heads", "2"], "--heads is not for draft models; leave it out"),
         (["--ttt-steps", "2"], "--ttt-steps is not for draft models"),
         (["--layers", "1", "--init", "x"], "leave out --init"),
-        (["--rollout", "3", "--cache", "x"], "--rollout makes other texts in each step"),
         (["--temperature", "0"], "--temperature is 0.0; it must be above 0 and at most 1"),
-        (["--kind", "medusa", "--rollout", "3"], "--rollout is not for medusa heads"),
-        (["--rollout", "3", "--loss", "ce"], "--loss ce takes the text's tokens for right"),
+        (["--kind", "medusa", "--cut", "first"], "--cut is not for medusa heads"),
         (["--decay", "0.5"], "--decay is for heads, which have several depths"),
     ],
 )
@@ -203,45 +194,6 @@ def test_the_loss_is_that_of_the_logits() -> None:
 def test_capped_logits_are_refused() -> None:
     with pytest.raises(ValueError, match="gemma2 does more to its logits than a matrix product"):
         make_model("gemma2", final_logit_softcapping=0.5)
-
-
-def test_rollouts_end_with_what_the_draft_model_samples() -> None:
-    target, head = Target(tiny("llama", seed=3)), make_model()
-    loader = RolloutLoader(EXAMPLES, Teacher(target, ()), head, count=3, temperature=1e-3)
-    torch.manual_seed(0)
-    batch = loader([0, 1])
-    for row, example in enumerate(EXAMPLES):
-        length = int(batch.answers[row].nonzero().max()) + 2
-        text, begin = batch.tokens[row, :length].tolist(), length - 3
-        assert tuple(text[:begin]) == example.tokens[:begin] and begin >= example.spans[0][0]
-        expected = head.model.generate(
-            torch.tensor([text[:begin]]), do_sample=False, max_new_tokens=3, eos_token_id=None
-        )
-        assert expected[0].tolist() == text
-        assert batch.answers[row].sum() == length - example.spans[0][0]
-        logits = target.model(input_ids=torch.tensor([text])).logits[0]
-        for place in range(begin - 1, length - 1):
-            assert batch.labels[row, place, 0] == logits[place].argmax()
-
-
-def test_rollouts_keep_to_answers_contexts_and_drafted_tokens() -> None:
-    target = Target(tiny("llama", seed=3, max_position_embeddings=20))
-    drafted = torch.tensor([4, 5, 6])
-    examples = [Example((*range(5, 23),), ((2, 4), (14, 18)))]
-    loader = RolloutLoader(examples, Teacher(target, ()), make_model(tokens=drafted), count=4, temperature=1.0)
-    places = set()
-    for seed in range(20):
-        torch.manual_seed(seed)
-        batch = loader([0])
-        length = int(batch.answers[0].nonzero().max()) + 2
-        places.add(length - 4)
-        assert {*batch.tokens[0, length - 4 : length].tolist()} <= {4, 5, 6}
-    assert places == {2, 3, 14, 15, 16}
-    target.model.generation_config.eos_token_id = [4, 5, 6]
-    batch = loader([0])
-    last = int(batch.answers[0].nonzero().max()) + 1
-    assert batch.tokens[0, last] in (4, 5, 6) and batch.tokens.shape[1] == last + 1
-    assert int(batch.answers.sum()) <= 6
 
 
 def test_what_a_config_cannot_describe_is_refused() -> None:
@@ -300,8 +252,7 @@ def test_a_trained_draft_for_another_tokenizer_or_with_a_proposer(place: Path, t
 
 def test_drafts_of_the_command_line(place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["--model", str(place), "--prompt", "a", "--max-new-tokens", "12", "--device", "cpu", "--json"]
-    drafts = [["--draft-model", str(trained)], ["--draft-layers", "1"]]
-    drafts += [["--draft-model", str(trained), "--draft-proposer", "ngram"]]
+    drafts = [["--draft-model", str(trained)], ["--draft-model", str(trained), "--draft-proposer", "ngram"]]
     generate_command.main([*run, "--proposer", "none"])
     plain = json.loads(capsys.readouterr().out)["tokens"]
     for options in drafts:
@@ -312,18 +263,6 @@ def test_drafts_of_the_command_line(place: Path, trained: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         generate_command.main([*run, "--proposer", "ngram", "--draft-proposer", "suffix"])
     assert "ngram has no option draft_proposer" in capsys.readouterr().err
-
-
-def test_an_early_exit_by_name(place: Path) -> None:
-    target = Target.load(place, dtype="float64")
-    proposer = load_proposer("draft", target, draft_layers=1, depth=3, nodes=4)
-    assert isinstance(proposer, DraftProposer) and proposer.draft_model.config.num_hidden_layers == 1
-    (plain,), (drafted,) = (
-        generate(target, [walk(5, 3)], each, max_new_tokens=20, stop_ids=()) for each in (None, proposer)
-    )
-    assert drafted.tokens == plain.tokens
-    with pytest.raises(ValueError, match="draft_layers is for a model to load"):
-        load_proposer("draft", target, draft_model=target, draft_layers=1)
 
 
 @pytest.mark.parametrize("tokens", [[], [3, 3], [5, 4], ["a"], [VOCABULARY], 7])
