@@ -5,9 +5,8 @@ from decode.hf.speculate import speculate
 from decode.models.default_model import default_model
 from decode.proposer import PlainProposer, Proposer, Step
 from decode.request import Request
-from decode.requests.answer import Answer, Chunk
+from decode.requests.answer import Answer, Chunk, Stats
 from decode.session import Session, Verdict
-from decode.stats import Stats
 from decode.stream import generate, stream
 from decode.target import Target
 from decode.trees.sampling import Sampling

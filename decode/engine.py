@@ -14,17 +14,18 @@ from typing import Any, overload
 
 import torch
 
+from decode.arguments import naming_arguments
 from decode.costs import CostCurve
+from decode.given_proposer import as_proposer, check_proposer
 from decode.loop import Batch
-from decode.proposer import Proposer, as_proposer, check_proposer
-from decode.reading import Prefixes, Reading, Text
+from decode.prefixes import Prefixes
+from decode.proposer import Proposer, find_member
+from decode.reading import Reading
 from decode.request import Request, read_nodes, read_requests
 from decode.requests.answer import Chunk
-from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import read_count, read_whole
 from decode.requests.text import Prompt
-from decode.session import ALIKE, Read
-from decode.stats import Seconds
+from decode.session import ALIKE
 from decode.target import Target, check_target
 from decode.trees.accept import AcceptanceRule, accept, accept_lossily
 
@@ -78,7 +79,7 @@ class Engine:
         self._waiting = deque[Request]()
         self._reading: Reading | None = None
         self._batch: Batch | None = None
-        self._is_closed = False
+        self._is_closed = self._has_cancelled = False
         self._thread = ThreadPoolExecutor(1, "draftless")  # started by the first `step_async`
         self._task: Future[None] | None = None  # a step in it
 
@@ -106,7 +107,7 @@ class Engine:
         with self._adding:
             free = (each for each in self._ids if each not in self._requests)  # others were chosen by the caller
             ids = [*islice(free, count)] if request_id is None else [request_id]
-        defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": getattr(self.proposer, "sampled", False)}
+        defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": find_member(self.proposer, "sampled")}
         given = {name: value for name, value in settings.items() if value is not None}
         requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | given)
         self.submit(requests)
@@ -129,7 +130,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" at the next step. One that has ended stays as it is."""
-        request.is_cancelled = True
+        request.is_cancelled = self._has_cancelled = True
 
     @property
     def kept_bytes(self) -> int:
@@ -167,15 +168,20 @@ class Engine:
         with self._stepping:
             try:
                 with torch.inference_mode():  # a step makes hundreds of small calls, which cost less in this mode
-                    chunks = self._cancel() + self._follow_weights()
+                    chunks = self._end_cancelled() if self._has_cancelled else []
+                    chunks += self._follow_weights()
                     if self._batch is not None and self._batch.requests:
                         chunks += self._batch.step()
-                        self._release()
+                        if any(chunk.finish for chunk in chunks):
+                            self._release()
                     chunks += self._admit()
             except BaseException as error:
                 self._end_all(*(("error", error) if isinstance(error, Exception) else ("cancelled",)))
                 raise
-            self._forget(chunks)
+            with self._adding:
+                for chunk in chunks:
+                    if chunk.finish is not None:
+                        del self._requests[chunk.request_id]
             return chunks
 
     def drive(self, request: Request) -> None:
@@ -212,7 +218,7 @@ class Engine:
     def part(self) -> int:
         """The most tokens of prompts that are read between two steps."""
         if self._part is None:
-            is_known = self.target.deterministic or getattr(self.proposer, "adaptive", False)
+            is_known = self.target.deterministic or find_member(self.proposer, "adaptive")
             cost = self.target.cost_curve() if is_known else CostCurve(*self.target.backend.fixed_costs)
             size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
             more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
@@ -220,111 +226,78 @@ class Engine:
         return self._part
 
     def _admit(self) -> list[Chunk]:
-        """Read prompts: all that there are rows for if nothing is decoded, else a part of the next ones."""
-        chunks = list[Chunk]()
-        if self._waiting and self._reading is None and len(self._batch.requests if self._batch else ()) < self.rows:
-            chunks += self._follow_weights(deep=True)
-        if self._batch is None and self._reading is None:
-            requests = self._take_waiting(self.rows)
-            if not any(self._find(request.prompt) for request in requests):
-                return chunks + (self._begin(requests) if requests else [])
-            self._reading = self._begin_reading(requests)
-        left = self.part if self._batch is not None else WHOLE
-        while left > 0:
-            free = self.rows - len(self._batch.requests if self._batch else ())
-            if self._reading is None and free and (requests := self._take_alike(free, left)):
-                self._reading = self._begin_reading(requests)
-            if self._reading is None:
-                break
-            reading, before = self._reading, self._reading.tokens
+        """Read prompts: whole ones if nothing is decoded, else a part of the next ones."""
+        if not self._waiting and self._reading is None:
+            return []
+        chunks = self._follow_weights(deep=True) if self._reading is None and self._count_free() else []
+        most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
+        while left > 0 and (reading := self._reading or self._begin_reading(left, most)):
+            before = reading.tokens
             chunks += self._read_on(reading)
             left -= max(reading.tokens - before, 1)
         return chunks
 
-    def _begin(self, requests: list[Request]) -> list[Chunk]:
-        """Start a batch with these requests, whose prompts are read at once."""
-        call, seconds = requests[0].call, Seconds.begin()
-        inputs = None if call is None else call.find_inputs([request.request_id for request in requests])
-        self._batch = self._make_batch(len(requests), inputs)
-        session, fuse, prompts = self._batch.session, self._batch.fuse, [request.prompt for request in requests]
-        with seconds.measure("target"):
-            try:
-                if inputs is None:
-                    read = session.extend(prompts, fuse)
-                else:
-                    unread = inputs.begin(session)
-                    read = inputs.finish(unread, session.extend(unread, fuse))
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                self._end_batch()
-                return self._refuse(requests, error)
-        return self._join(requests, read, seconds)
+    def _count_free(self) -> int:
+        """The rows that requests can join."""
+        return self.rows - (len(self._batch.requests) if self._batch is not None else 0)
 
-    def _begin_reading(self, requests: list[Request]) -> Reading:
-        if self._batch is None:
-            self._batch = self._make_batch(0)
-        part = self.part if self._batch.requests else WHOLE
-        reading = Reading(self.target, requests, self._batch.layers, self._batch.fuse, part, self._find)
-        reading.session.keeps_beginnings = self._prefixes is not None
-        return reading
+    def _begin_reading(self, left: int, most: int) -> Reading | None:
+        """Begin to read the next prompts, if there are any and rows for them. left, most: see `_take_alike`."""
+        if requests := self._take_alike(left, most):
+            batch = self._batch = self._batch or self._begin_batch()
+            self._reading = Reading(requests, batch.open, batch.find, batch.drafting.fuse, most)
+        return self._reading
 
-    def _find(self, prompt: list[int]) -> Text | None:
-        """A beginning of the prompt that is computed already."""
-        if self._prefixes is None:
-            return None
-        return self._prefixes.find(prompt, self._batch.list_texts() if self._batch is not None else [])
+    def _begin_batch(self) -> Batch:
+        if find_member(self.proposer, "adaptive"):
+            self.target.warm_up(self.rows)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, self._prefixes)
+
+    def _take_alike(self, left: int, most: int) -> list[Request]:
+        """The next waiting request, and others whose prompts have a similar length and fit into a part with it.
+
+        All, if nothing is decoded: no answer goes on before all their prompts are read. left: tokens of this part;
+        most: of a whole one. A prompt that is too long for what is left waits for the next.
+        """
+        is_start = self._count_free() == self.rows
+        with self._adding:
+            taken, different = list[Request](), set[tuple[int, ...]]()
+            for request in islice(self._waiting, self._count_free()):
+                more = different | {tuple(request.prompt)}
+                longest, shortest = max(map(len, more)), min(map(len, more))
+                fits = len(more) * longest <= left and longest - shortest < ALIKE
+                if not taken and longest > left and left < most:
+                    return []
+                if is_start or fits or not taken or len(more) == len(different):
+                    taken.append(request)
+                    different = more
+            for request in taken:
+                self._waiting.remove(request)
+            return taken
 
     def _read_on(self, reading: Reading) -> list[Chunk]:
         """Read a part of prompts; their requests join once they are read."""
-        others = self._batch.requests if self._batch is not None else []
+        assert self._batch is not None
         try:
             read, seconds = reading.read_part()
         except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+                raise
             self._reading = None
-            return self._refuse(reading.requests, error)
-        for request in others:  # they have waited for it
+            self._release()
+            return [self._end(request, "error", error) for request in reading.requests]
+        for request in self._batch.requests:  # they have waited for it
             request.stats.seconds.target += seconds
         if read is None:
             return []
+        chunks = self._batch.join(reading, read)
         self._reading = None
-        self._batch = self._batch or self._make_batch(0)
-        reading.seconds.resume()
-        with reading.seconds.measure("target"):
-            self._batch.session.join(reading.session, reading.rows)
-        return self._join(reading.requests, read, reading.seconds)
-
-    def _make_batch(self, rows: int, inputs: Any = None) -> Batch:
-        if getattr(self.proposer, "adaptive", False):
-            self.target.warm_up(self.rows)
-        return Batch(self.target, self.proposer, self.nodes, self._rule, rows, self._prefixes, inputs)
-
-    def _join(self, requests: list[Request], read: Read, seconds: Seconds) -> list[Chunk]:
-        assert self._batch is not None
-        chunks = self._batch.join(requests, *read, seconds)
         self._release()
         return chunks
 
-    def _take_waiting(self, most: int) -> list[Request]:
-        with self._adding:
-            return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
-
-    def _take_alike(self, free: int, tokens: int) -> list[Request]:
-        """The next waiting requests: as many as have prompts of similar length and so many tokens, equal ones once.
-
-        One at least, if a part's tokens are left.
-        """
-        with self._adding:
-            size, different = 0, set[tuple[int, ...]]()
-            for request in islice(self._waiting, free):
-                different.add(tuple(request.prompt))
-                lengths = [*map(len, different)]
-                is_more = len(different) > 1 and len(different) * max(lengths) > tokens
-                if is_more or max(lengths) - min(lengths) >= ALIKE or (lengths[0] > tokens and tokens < self.part):
-                    break
-                size += 1
-            return self._take_waiting(size)
-
-    def _cancel(self) -> list[Chunk]:
+    def _end_cancelled(self) -> list[Chunk]:
         """End the requests that were cancelled."""
+        self._has_cancelled = False
         with self._adding:
             cancelled = [request for request in self._requests.values() if request.is_cancelled]
             self._waiting = deque(request for request in self._waiting if not request.is_cancelled)
@@ -345,25 +318,18 @@ class Engine:
         begun = [*(self._batch.requests if self._batch else ()), *(self._reading.requests if self._reading else ())]
         error = ValueError("the model's weights changed while this answer was decoded; ask again")
         chunks = [self._end(request, "error", error) for request in begun if request.finish is None]
-        self._reading = None
         self._end_batch()
         return chunks
 
     def _release(self) -> None:
-        """Free the rows of requests that have ended."""
-        if self._batch is not None and not self._batch.release():
+        """Free the rows of requests that have ended, and a batch without requests."""
+        if self._batch is not None and not self._batch.release() and self._reading is None:
             self._batch = None
 
     def _end_batch(self) -> None:
         if self._batch is not None:
             self._batch.close()
-        self._batch = None
-
-    def _refuse(self, requests: list[Request], error: Exception) -> list[Chunk]:
-        """End requests whose prompts take too much memory. Raises other errors."""
-        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
-            raise error
-        return [self._end(request, "error", error) for request in requests]
+        self._batch = self._reading = None
 
     def _end(self, request: Request, finish: str, error: Exception | None = None) -> Chunk:
         return request.deliver(request.end(finish, error), self.target.tokenizer)
@@ -375,11 +341,4 @@ class Engine:
             self._waiting.clear()
         for request in ended:  # a step that was cut short may have ended some without their answers
             self._end(request, request.finish or finish, request.exception if request.finish else error)
-        self._reading = None
         self._end_batch()
-
-    def _forget(self, chunks: Sequence[Chunk]) -> None:
-        with self._adding:
-            for chunk in chunks:
-                if chunk.finish is not None:
-                    del self._requests[chunk.request_id]

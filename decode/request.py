@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from decode.models.facts import MAX_TREE_SLOTS
-from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs
-from decode.requests.detokenizer import decode
+from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs, Stats
+from decode.requests.detokenizer import TextStream, decode, find_special, read_stop
 from decode.requests.numbers import as_whole_numbers, read_count, read_whole
 from decode.requests.text import Prompt, Tokenizer, encode
-from decode.requests.text_stream import TextStream, find_special, read_stop
-from decode.stats import Stats
 from decode.target import Target
-from decode.trees.sampling import NO_TOKEN, RequestProcessors, Sampling, copy_processor
+from decode.trees.processors import RequestProcessors, copy_processor
+from decode.trees.sampling import NO_TOKEN, Sampling
 
 NODES = 64  # of a tree at most, by default
 
@@ -124,7 +123,10 @@ class Request:
                 self._fail(error)
             if self.finish:
                 break
-        return self._make_chunk(tokens, min(len(drafted), len(tokens)), pieces)
+        if self.finish:
+            pieces += self._finish_text()
+        self._pieces += pieces
+        return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
 
     def _fail(self, error: Exception) -> None:
         self.finish, self.exception = "error", error
@@ -132,18 +134,21 @@ class Request:
     def end(self, finish: str, exception: Exception | None = None) -> Chunk:
         """End the answer where it is."""
         self.finish, self.exception = finish, exception
-        return self._make_chunk([], 0, [])
+        pieces = self._finish_text()
+        self._pieces += pieces
+        return Chunk(self.request_id, [], 0, pieces, self.finish)
 
-    def _make_chunk(self, tokens: list[int], drafted: int, pieces: list[str]) -> Chunk:
-        if self.finish and self.text is not None:
+    def _finish_text(self) -> list[str]:
+        """The text that was held back, of an answer that has ended."""
+        pieces = list[str]()
+        if self.text is not None:
             try:
                 pieces.append(self.text.finish())
             except Exception as error:
                 self._fail(error)
             if self.text.stopped and self.finish in ("length", "context"):  # the text held back had a stop string
                 self.finish = "stop"
-        self._pieces += pieces
-        return Chunk(self.request_id, tokens, drafted, pieces, self.finish)
+        return pieces
 
     def deliver(self, chunk: Chunk, tokenizer: Tokenizer | None) -> Chunk:
         """The chunk, with the answer if it is the last one, for whoever iterates the request."""

@@ -19,7 +19,6 @@ from decode.devices.transfer import Upload, copy_packed, waits
 from decode.kv_cache import KVCache
 from decode.models.stock_model import StockModel, capture_features
 from decode.recurrent import EVERY, States
-from decode.trees.check import check_on_device
 from decode.trees.masks import tree_masks
 from decode.trees.sampling import Sampling
 from decode.trees.tree import Tree
@@ -67,7 +66,7 @@ class Steps(Protocol):
         ...
 
     def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:
-        """As `check_on_device`."""
+        """As `Tree.mend`."""
         ...
 
 
@@ -146,11 +145,11 @@ class Session:
     def check(self, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         """Trees that were made on a GPU, at most `nodes` large, with their faults mended and marked.
 
-        roots [B]: the bonus tokens. See `decode.trees.check`.
+        roots [B]: the bonus tokens. See `Tree.mend`.
         """
         if self.steps is not None:
             return self.steps.check(self, tree, roots, nodes)
-        return check_on_device(tree, roots, nodes, self.target.vocabulary)
+        return tree.mend(roots, nodes, self.target.vocabulary)
 
     @torch.no_grad()
     def verify(

@@ -8,11 +8,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from decode.arguments import naming_arguments
 from decode.engine import WHOLE, Engine
-from decode.proposer import Proposer, check_proposer
+from decode.given_proposer import check_proposer
+from decode.proposer import Proposer, find_member
 from decode.request import NODES, Request, read_requests
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
-from decode.requests.arguments import naming_arguments
 from decode.requests.numbers import as_whole_numbers, read_count
 from decode.requests.text import Prompt, as_list
 from decode.target import Target, check_target
@@ -81,7 +82,7 @@ def stream(
         text=text,
         log_probs=log_probs,
         is_alone=len(listed) == 1,
-        sampled=getattr(proposer, "sampled", False),
+        sampled=find_member(proposer, "sampled"),
     )
     nodes = NODES if nodes is None else nodes
     return run_requests(target, requests, proposer, nodes, batch_size, lossy_typical_acceptance)

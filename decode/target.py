@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from decode.arguments import naming_arguments
 from decode.costs import CONTEXTS, CostCurve, Costs
 from decode.devices.backend import NEEDS, check_mode, find_backend
 from decode.models.changes import MOVED, ModelWatch
@@ -20,7 +21,6 @@ from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.facts import ModelFacts, find_device, find_output_matrix, find_stop_ids, has_hooks
 from decode.models.fingerprint import fingerprint_template, fingerprint_vocabulary, fingerprint_weights
 from decode.models.loading import load_model
-from decode.requests.arguments import naming_arguments
 from decode.requests.text import Tokenizer
 from decode.self_test import agrees_flat, self_test
 from decode.session import Session

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from decode import Proposer, Target
-from decode.requests.arguments import naming_arguments
+from decode.arguments import naming_arguments
 from decode.target import check_target
 from heads.checkpoint import find_folder, is_saved_head, load_head
 from heads.kinds import KINDS, Kind

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from decode import Sampling, Step, Tree
 from decode.devices.transfer import read, waits
-from decode.trees.accept import find_keys
-from decode.trees.noise import TEXT, make_exponential
+from decode.trees.noise import TEXT, find_keys, make_exponential
 from decode.trees.sampling import for_groups, upcast_half
 from heads.vocabulary import top_tokens
 from proposers.calibration import Calibration
@@ -112,7 +111,7 @@ def add_noise(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor, token
 def find_noise(step: Step, levels: int, stream: int = TEXT) -> Tensor:
     """The keys [B, >= levels] of the tokens after each row's root, or of another stream's decisions there."""
     texts = dict(zip(step.request_ids, step.sequences, strict=True))
-    return find_keys(stream, levels, step.samplings[0], texts, step.target.device, step.upload)
+    return find_keys(stream, levels, step.samplings[0].seed, texts, step.target.device, step.upload)
 
 
 class DraftToken(NamedTuple):

@@ -23,9 +23,7 @@ from decode.devices.transfer import Upload
 from decode.kv_cache import KVCache
 from decode.models.stock_model import StockModel
 from decode.session import Session, Verdict
-from decode.trees.accept import pack
-from decode.trees.at_once import accept_at_once, choose_streams
-from decode.trees.check import check_on_device
+from decode.trees.accept import accept_at_once, choose_streams, pack
 from decode.trees.noise import KEY_NAMES
 from decode.trees.sampling import Sampling
 from decode.trees.tree import Tree
@@ -92,7 +90,7 @@ class FixedSteps:
         return seen
 
     def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:
-        """See `decode.trees.check`."""
+        """See `Tree.mend`."""
         rows, width = map(round_up, tree.tokens.shape)
         parents = nn.functional.pad(tree.parents, (0, width - tree.width), value=-1)  # a node's would be a fault
         inputs = {"tokens": tree.tokens, "parents": parents, "sizes": tree.sizes, "roots": roots}
@@ -105,7 +103,7 @@ class FixedSteps:
 
         def compute(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
             given = Tree(buffers["tokens"], buffers["parents"], buffers["sizes"], height, is_chain=is_chain)
-            return check_on_device(given, buffers["roots"], nodes, vocabulary).tensors()
+            return given.mend(buffers["roots"], nodes, vocabulary).tensors()
 
         checked = checks[key].run(compute, inputs)
         whole = slice(len(roots)), slice(tree.width), slice(tree.width)
@@ -138,7 +136,7 @@ def compute_step(
     on_path, bonus = accept_at_once(tree, verdict.logits, kind, buffers)
     if not tree.is_chain:
         compact(session.cache, on_path)
-    return replace(verdict, packed=pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))
+    return replace(verdict, packed=pack(tree, on_path, bonus))
 
 
 def compact(cache: KVCache, on_path: Tensor) -> None:

@@ -28,7 +28,8 @@ from transformers import (
 from transformers.generation import logits_process, stopping_criteria
 
 from decode.hf.prompts import Prompts
-from decode.trees.sampling import ProcessorGroup, Processors, Sampling, copy_own
+from decode.trees.processors import ProcessorGroup, Processors, copy_own
+from decode.trees.sampling import Sampling
 
 # The warpers that `Sampling` has itself, in transformers' order.
 WARPERS = {

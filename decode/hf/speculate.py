@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.costs import CostCurve, Costs
+from decode.given_proposer import as_proposer, check_proposer
 from decode.hf.arguments import (
     drop_ignored,
     find_generate_argument,
@@ -30,12 +31,12 @@ from decode.hf.outputs import make_output
 from decode.hf.processors import make_criterion, make_sampling
 from decode.hf.prompts import read_prompts, refuse_prompts
 from decode.models.compatibility import refuse_unsupported
-from decode.proposer import Proposer, as_proposer, check_proposer
+from decode.proposer import Proposer, find_member
 from decode.request import read_requests
 from decode.requests.answer import Chunk
 from decode.stream import run_requests
 from decode.target import Target
-from decode.trees.sampling import copy_processor
+from decode.trees.processors import copy_processor
 
 # The targets of each model by `accelerate`. One that uses the model itself is kept without it.
 _TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, Target]] = WeakKeyDictionary()
@@ -113,7 +114,7 @@ def speculate(
         nodes=nodes,
         text=False,
         is_alone=len(input_ids) == 1,
-        sampled=getattr(proposer, "sampled", False),
+        sampled=find_member(proposer, "sampled"),
     )
     for request in requests:
         request.call, request.context = call, context

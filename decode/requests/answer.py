@@ -1,16 +1,18 @@
-"""Requests, their answers and the chunks they arrive in, and where an answer ends."""
+"""Answers, the chunks they arrive in, where they end, and the counts and times of making them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from time import perf_counter
 from typing import NamedTuple
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.requests.numbers import read_count
-from decode.stats import Stats
 
+PARTS = ("proposer", "target", "accept", "rest")  # of the seconds of a step
 NEW_TOKENS = 256  # of an answer at most, by default
 NO_NUMBERS = (
     "no token can be chosen: the model's logits, or a logits processor's scores, are NaN or infinite, or a processor "
@@ -50,6 +52,68 @@ class LogProbs(NamedTuple):
 
     chosen: float
     best: dict[int, float]
+
+
+@dataclass
+class Seconds:
+    """Wall time by part. On a GPU, `accept` includes the wait for the target, because it synchronizes."""
+
+    proposer: float = 0.0
+    target: float = 0.0
+    accept: float = 0.0
+    rest: float = 0.0
+    started: float = field(default_factory=perf_counter, repr=False, compare=False)  # the part that runs
+
+    def lap(self, part: str) -> None:
+        """Add the time since the last lap, or since the beginning, to one part."""
+        now = perf_counter()
+        setattr(self, part, getattr(self, part) + now - self.started)
+        self.started = now
+
+    @property
+    def total(self) -> float:
+        return self.proposer + self.target + self.accept + self.rest
+
+    def add(self, other: Seconds) -> None:
+        for part in PARTS:
+            setattr(self, part, getattr(self, part) + getattr(other, part))
+
+
+@dataclass
+class Stats:
+    """Counts of a step, of an answer, or of several added up.
+
+    steps: target forward passes, the prefill included. tokens: new ones. nodes: draft tokens that were verified.
+    accepted_by_depth: entry d counts the steps that accepted a draft token at depth d + 1.
+    seconds: of the whole batch while this answer was in it, by part.
+    reused: tokens of the prompt that were computed for another request.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    accepted_by_depth: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+    reused: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Tau, the mean acceptance length: tokens per target forward pass, bonus token included."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds.total if self.seconds.total else 0.0
+
+    def add(self, other: Stats) -> None:
+        """Add the counts of another step or answer."""
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.nodes += other.nodes
+        self.reused += other.reused
+        pairs = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
+        self.accepted_by_depth = [ours + theirs for ours, theirs in pairs]
+        self.seconds.add(other.seconds)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
 """Accept: choose the path down a verified tree, and the bonus token after it.
 
-Shapes: B rows, N nodes, V vocabulary.
+All nodes are judged together, without a wait or a loop over rows, on a GPU and at temperature 0. With logits
+processors, and to sample on a CPU, trees are walked node by node (`decode.trees.walk`). The tokens are the same.
+
+Shapes: B rows, N nodes, L levels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decode.devices.transfer import Upload, copy_packed, read, waits
-from decode.trees.at_once import accept_at_once, can_accept_at_once, choose_streams
-from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, gumbel_max, row_keys
+from decode.devices.transfer import copy_packed, read, waits
+from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, Noise, Texts, find_keys, make_exponential
 from decode.trees.rejection import judge_chains
-from decode.trees.sampling import NO_TOKEN, Sampling, group_rows
+from decode.trees.sampling import NO_TOKEN, Sampling, group_rows, upcast_half
 from decode.trees.tree import Tree
+from decode.trees.walk import accept_processed_chains, walk
+
+WRONG_TREE = -2  # instead of a bonus token
+EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults
+MOST = 1 << 27  # probabilities that are computed at once: a gigabyte
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,6 @@ class Accepted:
         return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
 
 
-WRONG_TREE = -2  # instead of a bonus token
-EPSILON, DELTA = 0.09, 0.3  # Medusa's defaults
-
-Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
-Noise: TypeAlias = Upload | dict[str, Tensor]  # may have the keys of streams of noise, by `KEY_NAMES`
 AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Noise | None], Accepted]
 
 
@@ -46,130 +48,129 @@ def accept_rows(
     rule: AcceptanceRule, tree: Tree, logits: Tensor, samplings: Sequence[Sampling], texts: Texts, noise: Noise
 ) -> Accepted:
     """Accept the trees of rows that each have a sampling of their own. Other arguments as in `accept`."""
-    if len(groups := group_rows(samplings)) == 1:
+    if len(samplings) == 1 or len(groups := group_rows(samplings)) == 1:
         return rule(tree, logits, samplings[0], texts, noise)
     ids, parts = [*texts], dict[int, Accepted]()
     for sampling, rows in groups:
         some = {ids[row]: texts[ids[row]] for row in rows}
-        keys = {name: noise[name][rows] for name in KEY_NAMES.values() if name in noise}
-        accepted = rule(tree.select(rows), logits[rows], sampling, some, keys)
+        index = copy_packed({"rows": torch.tensor(rows)}, logits.device)["rows"]
+        keys = {name: noise[name][index] for name in KEY_NAMES.values() if name in noise}
+        accepted = rule(tree.select(index), logits[index], sampling, some, keys)
         parts.update((row, accepted.select([index])) for index, row in enumerate(rows))
     columns = zip(*(vars(parts[row]).values() for row in range(len(ids))), strict=True)
     return Accepted(*([each for (each,) in column] for column in columns))
 
 
-def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None) -> Accepted:
+def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, noise: Noise | None = None) -> Accepted:
     """Choose each row's path by the rule for this kind of draft. All these rules are lossless.
 
-    logits [B, N, V]; texts: of all rows, in order. upload: may hold the noise of `find_keys`.
+    logits [B, N, V]; texts: of all rows, in order. noise: what `find_keys` would make.
     Deterministic drafts are walked. Sampled chains are accepted by block verification (`decode.trees.rejection`).
     """
-    tree = tree.to(logits.device)
-    if can_accept_at_once(tree, sampling):
-        streams = choose_streams(tree, sampling)
-        noise = {
-            KEY_NAMES[each]: find_keys(each, tree.width, sampling, texts, logits.device, upload) for each in streams
+    tree, is_sampled = tree.to(logits.device), tree.q is not None
+    if not sampling.processors and (sampling.greedy or is_sampled or waits(logits)):
+        keys = {
+            KEY_NAMES[each]: find_keys(each, tree.width, sampling.seed, texts, logits.device, noise)
+            for each in choose_streams(tree, sampling)
         }
-        return read_accepted(tree, *accept_at_once(tree, logits, sampling, noise))
+        return unpack(pack(tree, *accept_at_once(tree, logits, sampling, keys)))
+    rule = accept_processed_chains if is_sampled else walk
+    return unpack(pack(tree, *rule(tree, logits, sampling, texts, noise)))
+
+
+def choose_streams(tree: Tree, sampling: Sampling) -> tuple[int, ...]:
+    """The streams of noise that accepting a tree needs. None at temperature 0: noise decides nothing there."""
+    if sampling.greedy:
+        return ()
+    return (TEXT,) if tree.q is None else (TEXT, ACCEPTANCE)
+
+
+def accept_at_once(
+    tree: Tree, logits: Tensor, sampling: Sampling, noise: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on each accepted path, and the bonus tokens [B].
+
+    noise: the keys [B, >= N] of `choose_streams`, by `KEY_NAMES`. Without logits processors.
+    """
     if tree.q is not None:
-        return accept_processed_chains(tree, logits, sampling, texts, upload)
-    return walk(tree, logits, sampling, texts, upload)
+        judged = [_judge(tree, rows, logits, sampling, noise) for rows in _split_rows(logits)]
+        return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
+    if not sampling.greedy:
+        return follow(tree, draw_all(tree, logits, sampling, noise[KEY_NAMES[TEXT]]))
+    if waits(logits) or torch.compiler.is_compiling():  # a step of fixed shape
+        return follow(tree, choose_greedily(logits))
+    if bool(tree.real.all()):  # without copying the logits
+        return follow(tree, choose_greedily(upcast_half(logits)))  # a CPU is slow at half precision
+    chosen = torch.zeros_like(tree.tokens)
+    chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))
+    return follow(tree, chosen)
 
 
-def find_keys(
-    stream: int, count: int, sampling: Sampling, texts: Texts, device: torch.device, upload: Noise | None
-) -> Tensor:
-    """The keys [B, >= count] of a stream of noise after these texts: what the step has uploaded, or made now."""
-    name = KEY_NAMES[stream]
-    if upload is not None and name in upload:
-        return upload[name]
-    made = row_keys(sampling.seed or 0, [*texts], [*map(len, texts.values())], count, stream)
-    return copy_packed({name: made}, device)[name]
+def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
+    """The target's token after each node [B, N], NO_TOKEN where the logits [B, N, V] are NaN or infinite.
 
-
-def walk(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None) -> Accepted:
-    """Draw the target's token at each visited node, and descend while a child has it.
-
-    No rule accepts more of a deterministic draft: a path is accepted with the target's own probability. The tokens are
-    those that plain decoding draws from the same noise. Probabilities are computed for visited nodes only.
+    Level by level, as `decode.trees.accept.walk` does it, a GPU would make some fifty launches a level.
+    keys [B, >= L]: of each level's position, from `noise.row_keys`; nodes of one level share their noise. The
+    tokens are those that `decode.trees.accept.draw` samples one node at a time. Without logits processors.
     """
-    device = logits.device
-    row = torch.arange(tree.batch, device=device)
-    node = torch.zeros_like(row)
-    alive = torch.ones_like(row, dtype=torch.bool)
-    on_path = torch.zeros_like(tree.parents, dtype=torch.bool)
-    bonus = torch.zeros_like(row)
-    prefixes: list[Tensor | None] = []  # None once a row has ended: processors see no prefix beyond its path
-    if sampling.processors:
-        prefixes = [torch.tensor(text, device=device) for text in texts.values()]
-    seeds = find_keys(TEXT, tree.width, sampling, texts, device, upload)
-    for level in range(min(tree.height + 1, tree.width, seeds.shape[1])):  # nodes beyond the budget are padding
-        on_path[row, node] |= alive
-        drawn = draw(logits[row, node], sampling, prefixes, [*texts], seeds[:, level])
-        bonus = torch.where(alive, drawn, bonus)
-        child = (tree.parents == node[:, None]) & (tree.tokens == drawn[:, None]) & tree.real
-        alive = alive & child.any(dim=1)
-        node = torch.where(alive, child.int().argmax(dim=1), node)
-        if prefixes:
-            going = zip(prefixes, drawn, alive.tolist(), strict=True)
-            prefixes = [
-                torch.cat([prefix, token[None]]) if on and prefix is not None else None for prefix, token, on in going
-            ]
-        if not waits(alive) and not bool(alive.any()):  # on a GPU this would synchronize
-            break
-    return read_accepted(tree, on_path, bonus)
+    keys = keys[:, : tree.height + 1]
+    return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows]) for rows in _split_rows(logits)])
 
 
-def draw(
-    logits: Tensor, sampling: Sampling, prefixes: Sequence[Tensor | None], request_ids: Sequence[int], seeds: Tensor
-) -> Tensor:
-    """Sample a token [B] per row from logits [B, V], by `Sampling.probabilities` and the noise of seeds [B].
-
-    NO_TOKEN where the logits are NaN or infinite. On a CPU row by row: probabilities and noise of all rows in float64
-    exceed its caches.
-    """
-    if waits(logits):
-        p = sampling.probabilities(logits, prefixes, request_ids)
-        return torch.where(p[:, 0].isnan(), NO_TOKEN, gumbel_max(p, seeds))
-    drawn = []
-    for row in range(len(logits)):
-        one = slice(row, row + 1)
-        p = sampling.probabilities(logits[one], prefixes[one], request_ids[one])
-        tokens = p[0].nonzero()[:, 0]  # no noise is needed for the others
-        token = tokens[gumbel_max(p[:, tokens], seeds[one], tokens)]
-        drawn.append(torch.where(p[0, :1].isnan(), NO_TOKEN, token))
-    return torch.cat(drawn)
+def _split_rows(logits: Tensor) -> list[slice]:
+    """So many rows of logits [B, N, V] at a time that their probabilities fit into memory."""
+    size = max(1, MOST // logits[0].numel())
+    return [slice(begin, begin + size) for begin in range(0, len(logits), size)]
 
 
-def accept_processed_chains(
-    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None
-) -> Accepted:
-    """Accept sampled chains by probabilities that depend on logits processors, which need each node's own prefix."""
+def _judge(
+    tree: Tree, rows: slice, logits: Tensor, sampling: Sampling, noise: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`decode.trees.rejection.judge_chains` for some rows."""
     assert tree.q is not None
-    p = torch.stack([_probe(tree, row, logits[row], sampling, *text) for row, text in enumerate(texts.items())])
-    width, device = tree.width, logits.device
-    keys = (find_keys(stream, width, sampling, texts, device, upload) for stream in (ACCEPTANCE, TEXT))
-    return read_accepted(tree, *judge_chains(tree.tokens, tree.real, tree.q, p, *keys))
+    none = torch.zeros_like(tree.tokens)
+    keys, text_keys = (noise.get(KEY_NAMES[stream], none)[rows] for stream in (ACCEPTANCE, TEXT))
+    p = sampling.probabilities(logits[rows].flatten(0, 1)).view(logits[rows].shape)
+    return judge_chains(tree.tokens[rows], tree.real[rows], tree.q[rows], p, keys, text_keys)
 
 
-def _probe(tree: Tree, row: int, logits: Tensor, sampling: Sampling, request_id: int, text: Sequence[int]) -> Tensor:
-    """The target's probabilities [N, V] after the nodes of one row's chain that can be accepted.
+def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
+    p = sampling.probabilities(logits.flatten(0, 1)).view(logits.shape)  # [B, N, V]
+    noise = make_exponential(keys.flatten(), torch.arange(p.shape[2], device=p.device)).view(*keys.shape, -1)
+    rows = torch.arange(len(depth), device=p.device)[:, None]
+    noise = noise[rows, depth.clamp(max=keys.shape[1] - 1)]  # [B, N, V]; padding may be deeper
+    drawn = torch.div(p, noise, out=noise).argmax(dim=2)
+    # Probabilities are all NaN or none is.
+    return torch.where(p[:, :, 0].isnan(), NO_TOKEN, drawn)
 
-    Processors are never called after a token that the target cannot choose, where a grammar may raise.
-    """
-    p = torch.full_like(logits, 1 / logits.shape[1], dtype=torch.float64)  # of nodes that do not matter
-    drafted = tree.tokens[row, 1 : int(tree.sizes[row])]
-    prefix = torch.tensor(text, device=logits.device)
-    for node in range(len(drafted) + 1):
-        p[node] = sampling.probabilities(logits[node][None], [prefix], [request_id])[0]
-        if node == len(drafted) or not bool(p[node, drafted[node]] > 0):
-            break
-        prefix = torch.cat([prefix, drafted[node][None]])
-    return p
+
+def choose_greedily(logits: Tensor) -> Tensor:
+    """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
+    chosen = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    return torch.where(logits.gather(-1, chosen).isfinite(), chosen, NO_TOKEN)[..., 0]
+
+
+def follow(tree: Tree, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes [B, N] bool on the path of the tokens `chosen` [B, N], and the token [B] after it."""
+    if tree.width == 1:
+        return torch.ones_like(tree.tokens, dtype=torch.bool), chosen[:, 0]
+    if tree.is_chain:
+        wrong = ~tree.real
+        wrong[:, 1:] |= chosen[:, :-1] != tree.tokens[:, 1:]
+        on_path = wrong.cumsum(dim=1) == 0
+        last = on_path.sum(dim=1, keepdim=True) - 1
+        return on_path, chosen.gather(1, last)[:, 0]
+    wrong = chosen.gather(1, tree.parents.clamp(min=0)) != tree.tokens
+    wrong[:, 0] = False
+    wrong |= ~tree.real
+    reached = ~(tree.ancestors & wrong[:, None]).any(dim=2)  # [B, N]
+    last = torch.where(reached, tree.depth, -1).argmax(dim=1)
+    on_path = tree.ancestors[torch.arange(len(last), device=last.device), last]
+    return on_path, chosen.gather(1, last[:, None])[:, 0]
 
 
 def accept_lossily(
-    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, upload: Noise | None = None
+    tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, noise: Noise | None = None
 ) -> Accepted:
     """LOSSY: Medusa's typical acceptance (Cai et al. 2024, equation 1), the longest path of plausible tokens.
 
@@ -192,19 +193,14 @@ def accept_lossily(
     row = torch.arange(tree.batch, device=last.device)
     after = p[row, last]  # [B, V]
     bonus = torch.where(after[:, 0].isnan(), NO_TOKEN, after.argmax(dim=1))
-    return read_accepted(tree, tree.ancestors[row, last], bonus)
+    return unpack(pack(tree, tree.ancestors[row, last], bonus))
 
 
-def read_accepted(tree: Tree, on_path: Tensor, bonus: Tensor) -> Accepted:
-    """Read the accepted path, its tokens and the bonus token."""
-    return unpack(pack(tree.tokens, tree.sizes, tree.wrong, on_path, bonus))
-
-
-def pack(tokens: Tensor, sizes: Tensor, wrong: Tensor | None, on_path: Tensor, bonus: Tensor) -> Tensor:
+def pack(tree: Tree, on_path: Tensor, bonus: Tensor) -> Tensor:
     """What `unpack` reads, [B, N + 2]."""
-    if wrong is not None:
-        bonus = torch.where(wrong, WRONG_TREE, bonus)
-    return torch.cat([torch.where(on_path, tokens, -1), bonus[:, None], sizes[:, None]], dim=1)
+    if tree.wrong is not None:
+        bonus = torch.where(tree.wrong, WRONG_TREE, bonus)
+    return torch.cat([torch.where(on_path, tree.tokens, -1), bonus[:, None], tree.sizes[:, None]], dim=1)
 
 
 def unpack(packed: Tensor) -> Accepted:

@@ -8,16 +8,20 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode.devices.transfer import Upload, copy_packed
+
 TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's tokens, tests of sampled draft tokens, these draft tokens
 KEY_NAMES = {TEXT: "text_keys", ACCEPTANCE: "acceptance_keys", DRAFT: "draft_keys"}  # in a step's `Upload`
 TINY = 1e-300
+Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
+Noise: TypeAlias = Upload | dict[str, Tensor]  # may have the keys of streams of noise, by `KEY_NAMES`
 _MASK = (1 << 64) - 1
 _GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants
 
@@ -49,6 +53,17 @@ def row_keys(
     steps = np.arange(levels, dtype=np.uint64)
     keyed = key(own, ids, places + steps) if stream == TEXT else key(own, ids, places, stream, steps)
     return torch.from_numpy(keyed.astype(np.int64))
+
+
+def find_keys(
+    stream: int, count: int, seed: int | None, texts: Texts, device: torch.device, noise: Noise | None
+) -> Tensor:
+    """The keys [B, >= count] of a stream of noise after these texts: what the step has uploaded, or made now."""
+    name = KEY_NAMES[stream]
+    if noise is not None and name in noise:
+        return noise[name]
+    made = row_keys(seed or 0, [*texts], [*map(len, texts.values())], count, stream)
+    return copy_packed({name: made}, device)[name]
 
 
 def to_uniforms(made: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Tree:
     `decode.trees.rejection`). Without q the draft is deterministic.
     scores [B, N] float: the proposer's, for pruning or inspection. Verification ignores them.
     is_chain: every row is known to be a chain.
-    wrong [B] bool: trees found invalid on a GPU; see `decode.trees.check`.
+    wrong [B] bool: trees found invalid on a GPU; see `mend`.
     """
 
     tokens: Tensor
@@ -104,10 +104,9 @@ class Tree:
             return self.with_tensors(copy_packed(self.tensors(), device))
         return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
 
-    def select(self, rows: Sequence[int]) -> Tree:
-        """The trees of some rows only."""
-        index = copy_packed({"rows": torch.tensor(rows)}, self.tokens.device)["rows"]
-        return self.with_tensors({name: tensor[index] for name, tensor in self.tensors().items()})
+    def select(self, rows: Tensor) -> Tree:
+        """The trees of some rows only, in the order of this tensor."""
+        return self.with_tensors({name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def first(self, nodes: int) -> Tree:
         """The trees of the first nodes, at most so many of each."""
@@ -222,6 +221,35 @@ class Tree:
             )
         if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
             raise ValueError(f"trees with the roots {given}; each must be its row's bonus token, here {[*roots]}")
+
+    def mend(self, roots: Tensor, budget: int, vocabulary: int) -> Tree:
+        """The trees with their faults mended, and `wrong` [B] marking the rows that had one. Never synchronizes.
+
+        A wrong index would end the process on a GPU. The loop reads `wrong` with the accepted path and then raises what
+        `check` says. roots [B]: the bonus tokens, which replace the trees' own roots.
+        """
+        known = vars(self).get("ancestors") if self.is_chain else None  # what is known of a chain stays true
+        limit = min(budget, self.width, self.height + 1 if self.is_chain else self.width)
+        node = torch.arange(self.width, device=self.tokens.device)
+        sizes = self.sizes.clamp(1, limit)
+        real = node < sizes[:, None]
+        tokens = torch.where(node > 0, self.tokens.clamp(0, vocabulary - 1), roots[:, None])
+        parents = torch.where(real, node - 1 if self.is_chain else self.parents.clamp(min=0).minimum(node - 1), -1)
+        ancestors = find_ancestors(parents, self.height) if known is None else known
+        depth = (ancestors.sum(dim=2) - 1).clamp(max=self.height)
+        too_deep = depth != depth.gather(1, parents.clamp(min=0)) + 1
+        wrong = (real & (node > 0) & ((tokens != self.tokens) | too_deep)) | (parents != self.parents)
+        return self.with_tensors(
+            {
+                "tokens": tokens,
+                "parents": parents,
+                "sizes": sizes,
+                "real": real,
+                "ancestors": ancestors,
+                "depth": depth,
+                "wrong": wrong.any(dim=1) | (sizes != self.sizes),
+            }
+        )
 
     def check_shapes(self, batch: int, vocabulary: int) -> None:
         """Raise ValueError if the tensors do not fit together. Never synchronizes. Messages: see `check`."""

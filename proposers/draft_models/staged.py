@@ -15,7 +15,7 @@ import torch
 
 from decode import Engine, Proposer, Sampling, Session, Step, Target, Tree
 from decode.devices.transfer import read
-from decode.reading import Text
+from decode.prefixes import Text
 from decode.request import Request
 from decode.requests.answer import LogProbs
 from decode.session import run_through

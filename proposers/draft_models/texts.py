@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode import Session, Step, Target, Tree
 from decode.devices.transfer import read
-from decode.reading import SHORTEST, count_common
+from decode.prefixes import SHORTEST, count_common
 from decode.session import run_through
 from decode.trees.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap

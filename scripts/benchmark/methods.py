@@ -20,8 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from decode import Proposer, Sampling, Target, stream
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.loading import check_model
+from decode.requests.answer import PARTS
 from decode.requests.text import Tokenizer
-from decode.stats import PARTS
 from proposers import AnswerStore, MergedProposer, check_options, load_proposer
 from scripts.shared.options import ModelOptions, load_draft, load_model_only
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from decode import Target, generate
 from decode.devices.backend import find_backend
-from decode.stats import Stats
+from decode.requests.answer import Stats
 from heads.vocabulary import VocabularyHead
 from proposers import DraftProposer
 from proposers.options import find_proposer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from decode import Proposer, Target, stream
 from decode.costs import CostCurve
-from decode.stats import Stats
+from decode.requests.answer import Stats
 
 NODES = 16  # of the trees whose tau is reported
 TRIED, NEW_TOKENS = 4, 48  # prompts to draft on, and new tokens of each at most

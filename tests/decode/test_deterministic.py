@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import distributed
 
-import decode.stats
+import decode.requests.answer
 from decode import Proposer, Target, costs, generate, speculate
 from decode.costs import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, merged, tree_proposer
@@ -59,7 +59,7 @@ def run_clock(seed: int) -> Callable[[], float]:
 def draft_by_clock(monkeypatch: pytest.MonkeyPatch, name: str, seed: int, deterministic: bool | CostCurve) -> list[Any]:
     """The sizes of all trees in two answers, if times are random."""
     clock = run_clock(seed)
-    for module in (decode.stats, tree_proposer, merged):
+    for module in (decode.requests.answer, tree_proposer, merged):
         monkeypatch.setattr(module, "perf_counter", clock)
     target = Target(tiny("llama", dtype=torch.float32), deterministic=deterministic)
     recorder = Recorder(PROPOSERS[name](target))

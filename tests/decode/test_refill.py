@@ -13,8 +13,8 @@ import torch
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.kv_cache import KVLayer
 from decode.session import Session, run_through
-from decode.trees.accept import draw
 from decode.trees.noise import gumbel_max
+from decode.trees.walk import draw
 from proposers import NGramProposer
 from tests.support.models import tiny
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from decode import Sampling, Tree
-from decode.trees.accept import accept, accept_processed_chains
+from decode.trees.accept import accept, pack, unpack
 from decode.trees.sampling import NO_TOKEN
+from decode.trees.walk import accept_processed_chains
 from tests.support.enumeration import (
     EXACT,
     KINDS,
@@ -134,8 +135,8 @@ def test_row_by_row_is_the_same_as_at_once(sharpness: float, broken: bool, monke
         if broken:
             logits = torch.where(torch.rand(logits.shape[:2])[:, :, None] < 0.3, torch.nan, logits)
         sampling = Sampling(temperature=1.0, top_k=seed % 2 * 4, seed=seed)
-        expected = accept_processed_chains(tree, logits, sampling, TEXTS)
-        monkeypatch.setattr("decode.trees.at_once.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
+        expected = unpack(pack(tree, *accept_processed_chains(tree, logits, sampling, TEXTS)))
+        monkeypatch.setattr("decode.trees.accept.MOST", [1, 1 << 27][seed % 2])  # one row at a time, or all
         assert accept(tree, logits, sampling, TEXTS) == expected
         lengths |= {len(path) for path in expected.path}
         for row, path in enumerate(expected.path):

@@ -11,7 +11,8 @@ import torch
 
 from decode import Sampling, Target, Tree
 from decode.kv_cache import KVCache
-from decode.trees.accept import accept, walk
+from decode.trees.accept import accept, pack, unpack
+from decode.trees.walk import walk
 from proposers.search import Draft
 from tests.support.drafting import tree_of_paths, tree_of_rows
 from tests.support.models import tiny
@@ -148,7 +149,7 @@ def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:
         tree = random_tree(random.Random(seed))
         logits = torch.randn(3, tree.width, 6, dtype=torch.float64)
         fast = accept(tree, logits, Sampling(), {})
-        slow = walk(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})
+        slow = unpack(pack(tree, *walk(tree, logits, Sampling(), {0: [0], 1: [0], 2: [0]})))
         assert fast.bonus == slow.bonus and fast.tokens == slow.tokens and fast.sizes == slow.sizes
         for row in range(3):
             chosen = logits[row].argmax(dim=1)

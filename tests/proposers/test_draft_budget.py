@@ -141,7 +141,7 @@ def test_drafting_is_tried_late() -> None:
 
 def test_a_slow_reader_does_not_count_as_a_slow_target(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("decode.stats.perf_counter", lambda: now[0])
+    monkeypatch.setattr("decode.requests.answer.perf_counter", lambda: now[0])
     target = Target(tiny("llama"))
     target.model.register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 1))
     proposer = Recorder(NGramProposer())

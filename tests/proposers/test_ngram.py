@@ -10,32 +10,10 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from decode import Sampling, Step, Target, Tree
+from decode import Target
 from decode.costs import CostCurve
-from decode.devices.transfer import Upload
 from proposers import DraftProposer, NGramProposer
-from tests.support.drafting import fix_cost
-
-
-def first_step(target: Target, *sequences: list[int]) -> Step:
-    upload = Upload(target.device)
-    upload.add({"roots": torch.tensor([sequence[-1] for sequence in sequences])})
-    return Step(
-        request_ids=list(range(len(sequences))),
-        kept=[None] * len(sequences),
-        sequences=[list(sequence) for sequence in sequences],
-        room=[100] * len(sequences),
-        committed=[sequence[:-1] for sequence in sequences],
-        path=[[0]] * len(sequences),
-        tree=Tree.chain([sequence[-1:] for sequence in sequences]),
-        logits=torch.empty(0),
-        features=None,
-        seconds=0.0,
-        samplings=[Sampling()] * len(sequences),
-        stop_ids=[frozenset([2])] * len(sequences),
-        target=target,
-        upload=upload,
-    )
+from tests.support.drafting import first_step, fix_cost
 
 
 def drafts(proposer: NGramProposer, target: Target, *sequences: list[int], budget: int = 64) -> list[list[int]]:
@@ -83,7 +61,7 @@ def test_what_followed_the_last_tokens_is_drafted(
 
 
 def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
-    step = replace(first_step(target, [4, 4, 4], [5, 6, 5], [7, 7]), room=[4, 2, 1])
+    step = first_step(target, [4, 4, 4], [5, 6, 5], [7, 7], room=[4, 2, 1])
     proposer = NGramProposer(length=9)
     assert proposer.propose(step, 64).sizes.tolist() == [4, 2, 1]
     drafter = DraftProposer(target, width=2, depth=9, nodes=19)

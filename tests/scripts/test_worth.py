@@ -8,7 +8,7 @@ import pytest
 
 from decode import Stats, Step, Target, Tree
 from decode.costs import CostCurve
-from decode.stats import Seconds
+from decode.requests.answer import Seconds
 from proposers import NGramProposer
 from scripts.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, estimate_speed, find_worth
 from tests.support.models import tiny

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from decode import Proposer, Step, Target, Tree
+from decode import Proposer, Request, Step, Target, Tree
 from decode.costs import CostCurve
+from decode.devices.transfer import Upload
+from decode.requests.answer import Limits
 from heads import KINDS, LayerConfig, choose_features
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
@@ -90,6 +92,19 @@ def list_paths(tree: Tree, row: int) -> Paths:
 def fix_cost(monkeypatch: pytest.MonkeyPatch, target: Target, curve: CostCurve) -> None:
     """Give a target this cost curve for every batch size and context."""
     monkeypatch.setattr(target, "cost_curve", lambda *_: curve)
+
+
+def first_step(target: Target, *sequences: Sequence[int], room: Sequence[int] = ()) -> Step:
+    """The step after prompts were read; each sequence ends with its bonus token. room: of each row, 100 by default."""
+    upload, requests = Upload(target.device), []
+    for request_id, (*prompt, bonus) in enumerate(sequences):
+        limits = Limits(1 + (room[request_id] if room else 100), frozenset([2]))
+        requests.append(Request(request_id, prompt, limits, 1000))
+        requests[-1].sequence.append(bonus)
+    upload.add({"roots": torch.tensor([sequence[-1] for sequence in sequences])})
+    count, prompts = len(requests), [request.prompt for request in requests]
+    tree = Tree.chain([prompt[-1:] or [0] for prompt in prompts])
+    return Step(target, requests, [None] * count, prompts, [[0]] * count, tree, torch.empty(0), upload=upload)
 
 
 class Recorder:

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CLIPTokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from decode.requests.detokenizer import BROKEN, FALLBACK, Detokenizer, decode
-from decode.requests.text_stream import TextStream
+from decode.requests.detokenizer import BROKEN, FALLBACK, Detokenizer, TextStream, decode
 from tests.decode.requests.test_text import TOKENIZER as BYTE_LEVEL
 
 LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, StopStringCriteria
 from decode import Engine, Target, generate, speculate, stream
 from decode.request import Request
 from decode.requests.answer import Limits
-from decode.requests.detokenizer import BROKEN
-from decode.requests.text_stream import TextStream, find_special, read_stop
+from decode.requests.detokenizer import BROKEN, TextStream, find_special, read_stop
 from tests.decode.requests.test_detokenizer import LLAMA, build, unigram
 from tests.support.models import tiny
 

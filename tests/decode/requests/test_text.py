@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.request import Request
 from decode.requests.answer import Chunk, Limits
-from decode.requests.detokenizer import BROKEN
-from decode.requests.text_stream import TextStream
+from decode.requests.detokenizer import BROKEN, TextStream
 
 TEXT = (
     "Speculation: naïve «guesses», 投機的デコード, Привет, 👩\u200d👩\u200d👧 family 🇩🇪 and 🧑🏽\u200d🚀! "

@@ -10,11 +10,10 @@ import torch
 
 from decode import Sampling, Tree
 from decode.devices.transfer import Upload, copy_packed
-from decode.trees import at_once
-from decode.trees.accept import read_accepted, walk
-from decode.trees.at_once import draw_all, follow
-from decode.trees.check import check_on_device
+from decode.trees import accept
+from decode.trees.accept import draw_all, follow, pack, unpack
 from decode.trees.noise import ACCEPTANCE, DRAFT, TEXT, key, row_keys
+from decode.trees.walk import walk
 from tests.decode.test_tree import random_tree
 
 VOCABULARY = 6
@@ -29,10 +28,10 @@ def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], m
         logits = 2 * torch.randn(3, tree.width, VOCABULARY, dtype=torch.float64)
         sampling = Sampling(**{"temperature": 0.9, "seed": seed, **settings})
         keys = row_keys(seed, [*TEXTS], [*map(len, TEXTS.values())], tree.width, TEXT)
-        expected = walk(tree, logits, sampling, TEXTS)
+        expected = unpack(pack(tree, *walk(tree, logits, sampling, TEXTS)))
         for most in (1, 1 << 27):  # row by row, and all rows at once
-            monkeypatch.setattr("decode.trees.at_once.MOST", most)
-            found = read_accepted(tree, *follow(tree, draw_all(tree, logits, sampling, keys)))
+            monkeypatch.setattr("decode.trees.accept.MOST", most)
+            found = unpack(pack(tree, *follow(tree, draw_all(tree, logits, sampling, keys))))
             # Of siblings with the same token the walk takes the first, the other the one that leads further.
             assert found.tokens[0][: len(expected.tokens[0])] == expected.tokens[0]
             if not has_twins(tree):
@@ -41,8 +40,8 @@ def test_nodes_drawn_at_once_are_those_of_the_walk(settings: dict[str, float], m
 
 def test_noise_is_made_for_each_level_of_a_tree_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of a level share it: a vocabulary of it for each node would cost as much as the pass."""
-    made, make = list[int](), at_once.make_exponential
-    monkeypatch.setattr(at_once, "make_exponential", lambda keys, tokens: made.append(len(keys)) or make(keys, tokens))
+    made, make = list[int](), accept.make_exponential
+    monkeypatch.setattr(accept, "make_exponential", lambda keys, tokens: made.append(len(keys)) or make(keys, tokens))
     tree = Tree(torch.ones(2, 40, dtype=torch.long), torch.tensor([[-1, *[0] * 39]] * 2), torch.tensor([40, 40]), 1)
     keys = row_keys(1, [4, 7], [3, 1], 40, TEXT)
     draw_all(tree, torch.randn(2, 40, VOCABULARY), Sampling(temperature=1.0, seed=1), keys)
@@ -69,7 +68,7 @@ def test_keys_of_rows_are_those_of_their_numbers(stream: int) -> None:
 def test_a_valid_tree_stays_as_it_is_but_for_its_root() -> None:
     for seed in range(50):
         tree = random_tree(random.Random(seed))
-        checked = check_on_device(tree, torch.tensor([1, 2, 3]), 12, VOCABULARY)
+        checked = tree.mend(torch.tensor([1, 2, 3]), 12, VOCABULARY)
         assert checked.wrong is not None and not checked.wrong.any()
         assert checked.tokens[:, 0].tolist() == [1, 2, 3]
         assert torch.equal(checked.tokens[:, 1:], tree.tokens[:, 1:])
@@ -88,7 +87,7 @@ def test_a_wrong_tree_is_mended_and_marked_in_its_row_only() -> None:
         if choose.random() < 0.2:
             spoilt.sizes[row] = choose.choice([0, 99])
         wrong = not is_valid(spoilt, row)
-        checked = check_on_device(spoilt, tree.tokens[:, 0], 12, VOCABULARY)
+        checked = spoilt.mend(tree.tokens[:, 0], 12, VOCABULARY)
         assert checked.wrong is not None
         assert checked.wrong.tolist() == [each == row and wrong for each in range(3)], seed
         caught += wrong
@@ -115,7 +114,7 @@ def test_a_tree_deeper_than_its_height_is_marked() -> None:
     for depth, height in product(range(1, 9), range(1, 9)):
         chain = Tree.chain([[0] * (depth + 1), [0, 1]])
         tree = Tree(chain.tokens, chain.parents, chain.sizes, height)
-        checked = check_on_device(tree, torch.tensor([0, 0]), 12, VOCABULARY)
+        checked = tree.mend(torch.tensor([0, 0]), 12, VOCABULARY)
         assert checked.wrong is not None and checked.wrong.tolist() == [depth > height, False]
         assert int(checked.depth.max()) <= height
 
@@ -123,7 +122,7 @@ def test_a_tree_deeper_than_its_height_is_marked() -> None:
 @pytest.mark.parametrize("parents", [[-1, 0, 0], [-1, -1, 1]])
 def test_a_chain_that_is_none_is_marked(parents: list[int]) -> None:
     tree = Tree(torch.tensor([[1, 2, 3]]), torch.tensor([parents]), torch.tensor([3]), 2, is_chain=True)
-    checked = check_on_device(tree, torch.tensor([1]), 9, VOCABULARY)
+    checked = tree.mend(torch.tensor([1]), 9, VOCABULARY)
     assert checked.wrong is not None and checked.wrong.tolist() == [True]
 
 

@@ -70,7 +70,7 @@ def _suggest(unknown: str, names: list[str]) -> str:
         meant = dict.fromkeys(ALIASES.get(name, ()), f"{name}=...") | meant
     if "sampling" in names:
         meant = {"logits_processor": "sampling=Sampling(processors=...)"} | meant
-        meant = {field.name: f"sampling=Sampling({field.name}=...)" for field in fields(Sampling)} | meant
+        meant = {field.name: f"sampling=Sampling({field.name}=...)" for field in fields(Sampling) if field.init} | meant
     if "proposer" in names:
         meant = {name: call.format(name) for call, taken in ELSEWHERE.items() for name in taken} | meant
     close = get_close_matches(unknown.lower(), meant, 1, cutoff=0.7)
