@@ -8,7 +8,7 @@ Shapes: B rows, Q query heads, G key-value heads, S slots, T tokens, D head size
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import TypeAlias
 
 import torch
@@ -50,8 +50,21 @@ class LayerCache:
         self.attention, self.window = attention, window
         self.lengths = [0] * batch  # kept tokens of each row
         self._lengths: Tensor | None = None  # the same on the device, while known there
+        self._placed: tuple[Tensor, Tensor] | None = None  # these, and the last positions found by them
+        # At fixed shape: the first slot that needs a mask, and the end of all that attention sees.
+        self.sees: tuple[int, int] | None = None
         # Keys and values once it was written to, each [>= B, G, >= S, D]. They move only to take more memory.
         self.held: tuple[Tensor, Tensor] | None = None
+
+    def at_fixed_shape(self, lengths: Tensor, sees: tuple[int, int]) -> LayerCache:
+        """A cache in the same memory, which is never moved; attention sees the same number of slots in each step.
+
+        So a step has the same tensor operations as the last one. lengths [B]: of the rows, on the device. sees: the
+        first slot that some tokens may not attend to, and the end of the slots.
+        """
+        fixed = copy(self)
+        fixed._lengths, fixed.sees = lengths, sees
+        return fixed
 
     def restart(self, batch: int) -> None:
         """Begin another batch in the same memory, which is cleared: 0 times a NaN in a hidden slot would be NaN."""
@@ -62,15 +75,24 @@ class LayerCache:
                 held.zero_()
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, layer: int = 0
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None = None,
+        layer: int = 0,
+        slots: slice | None = None,
     ) -> Tensor:
-        """Attend to earlier tokens of the layer too, and write the new ones. No gradient flows through them."""
+        """Attend to earlier tokens of the layer too, and write the new ones. No gradient flows through them.
+
+        slots: those of draft tokens; None: the last ones that the mask is for.
+        """
         heads = heads_of(layer, keys)
         if mask is None:
             used = self.write(keys, values, layer)
             return self._look(queries, self.positions(keys.shape[2], keys.device), used, heads)
-        used = mask.shape[3]
-        self._store(keys, values, slice(used - keys.shape[2], used), used, heads)
+        used = mask.shape[3] if self.sees is None else self.sees[1]
+        self._store(keys, values, slots or slice(used - keys.shape[2], used), used, heads)
         keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
 
@@ -83,7 +105,8 @@ class LayerCache:
 
     def _look(self, queries: Tensor, positions: Tensor, used: int, heads: slice) -> Tensor:
         """Attention of text tokens at positions [B, T]."""
-        slots, own = torch.arange(used, device=queries.device), positions[..., None]
+        first = 0 if self.sees is None else self.sees[0]
+        slots, own = torch.arange(first, used, device=queries.device), positions[..., None]
         mask = hide(is_unseen(slots, own, own, self.window), queries.dtype)[:, None]
         keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
@@ -91,10 +114,11 @@ class LayerCache:
     def write(self, keys: Tensor, values: Tensor, layer: int = 0) -> int:
         """Write those of the next text tokens: of one layer, or as layer 0 those of all. Returns the slots in use."""
         count, longest = keys.shape[2], max(self.lengths)
-        is_even = min(self.lengths) == longest
-        slots = slice(longest, longest + count) if is_even else self.positions(count, keys.device)
-        self._store(keys, values, slots, longest + count, heads_of(layer, keys))
-        return longest + count
+        used = longest + count if self.sees is None else self.sees[1]
+        is_even = self.sees is None and min(self.lengths) == longest
+        slots = slice(longest, used) if is_even else self.positions(count, keys.device)
+        self._store(keys, values, slots, used, heads_of(layer, keys))
+        return used
 
     def _store(self, keys: Tensor, values: Tensor, slots: slice | Tensor, used: int, heads: slice) -> None:
         new = keys.detach(), values.detach()
@@ -120,7 +144,10 @@ class LayerCache:
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """The positions [B, T] of the next `count` text tokens, which are also their slots."""
-        return self.lengths_on(device)[:, None] + torch.arange(count, device=device)
+        lengths = self.lengths_on(device)
+        if self._placed is None or self._placed[0] is not lengths or self._placed[1].shape[1] != count:
+            self._placed = lengths, lengths[:, None] + torch.arange(count, device=device)
+        return self._placed[1]
 
     def text_mask(
         self, device: torch.device, dtype: torch.dtype, window: int | None, count: int = 1, begin: int = 0
@@ -183,24 +210,6 @@ class LayerCache:
             self.held = nn.functional.pad(held[0], more), nn.functional.pad(held[1], more)
 
 
-@dataclass(frozen=True)
-class FixedSlots:
-    """Attention of fixed shape: all slots are seen, and new tokens are written to those that it names."""
-
-    keys: Tensor  # [B, G, S, D]
-    values: Tensor
-    slots: Tensor  # [B, T], or [T] of all rows
-    mask: Tensor  # [B, 1, T, S]: hides slots that are not in use
-    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int = 0) -> Tensor:
-        heads = heads_of(layer, keys)
-        held = self.keys[:, heads], self.values[:, heads]
-        for part, new in zip(held, (keys, values), strict=True):
-            _put(part, new, self.slots)
-        return self.attention(queries, *held, self.mask)
-
-
 def heads_of(layer: int, keys: Tensor) -> slice:
     """Which key-value heads of a cache are a layer's, by its keys [B, G, T, D]."""
     count = keys.shape[1]
@@ -219,8 +228,8 @@ def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
-    """Write new keys or values [B, G, T, D] at slots [B, T], or those of all rows: a slice or [T]."""
-    if isinstance(slots, slice) or slots.dim() == 1:
+    """Write new keys or values [B, G, T, D] at slots [B, T], or a slice of all rows."""
+    if isinstance(slots, slice):
         held[:, :, slots] = new
     else:
         held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)

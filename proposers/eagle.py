@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
-from decode.devices.attention import attend_generally
 from decode.devices.transfer import waits
-from heads.layer_cache import FixedSlots, LayerCache, hide
+from heads.layer_cache import LayerCache, hide
 from proposers.fast_heads import pad_tokens
 from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
@@ -90,12 +89,12 @@ class EagleProposer(HeadProposer):
         return None if held is None else held[0]
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
-        if "states" in inputs:
-            return EagleDrafter(self.head, inputs["states"], self._history.cache, self.embedding(target))
-        embed = self.head.embed_tokens or target.model.get_input_embeddings()
-        return FixedEagleDrafter(
-            self.head, embed, self._history.cache, inputs, self.depth, self._most_drafted, self.seen_slots
-        )
+        cache, states = self._history.cache, inputs.get("states")
+        if states is None:
+            cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
+            part = FeaturePart(inputs["features"], inputs["following"], counts, [0] * len(counts))
+            states = pick_last(self.read_features(target, cache, part), counts)
+        return EagleDrafter(self.head, states, cache, self.embedding(target), self.depth, self._most_drafted)
 
     @property
     def _most_drafted(self) -> int:
@@ -164,85 +163,51 @@ def draft_ahead(
 
 
 class EagleDrafter:
-    """Drafts one step after the texts in a cache, from their last states [B, H]. Nodes are cached after the texts."""
+    """Drafts one step after the texts in a cache, from their last states [B, H].
 
-    def __init__(self, head: Any, states: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
-        self.head, self.cache, self.embed = head, cache, embed
-        self.states = states[:, None]  # [B, W, H]: the last one of each path
-        self.positions = cache.positions(1, states.device)  # [B, 1] of the next level, which all paths share
-        # [B, W, S]: what each path's last node attends to
-        self.mask = cache.text_mask(states.device, states.dtype, cache.window)
-        self.level = 0
-
-    def logits(self, level: int) -> Tensor:
-        return self.head.logits(self.states, level)
-
-    def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        states, above = (part.gather(1, expand_last(parents, part)) for part in (self.states, self.mask))
-        others = above.new_full([tokens.shape[1]] * 2, torch.finfo(above.dtype).min).fill_diagonal_(0)
-        self.mask = torch.cat([above, others.expand(len(tokens), -1, -1)], dim=2)
-        if self.cache.window is not None:
-            text = self.cache.text_mask(above.device, above.dtype, self.cache.window, begin=self.level)
-            self.mask[:, :, : text.shape[2]] = text
-        attend = partial(self.cache.attend, mask=self.mask[:, None])
-        self.states = self.head(self.embed(tokens), states, self.positions, attend)
-        self.positions, self.level = self.positions + 1, self.level + 1
-
-
-# ---- the same at fixed shapes, for a GPU ----
-
-
-class FixedEagleDrafter:
-    """Drafts as `EagleDrafter` does, on a GPU: without anything that the host must wait for.
-
-    It reads the features that are new first. Attention sees all slots, so shapes stay the same from level to level and
-    from step to step. Draft tokens take the last slots.
-    inputs: `features` [B, T, H], the tokens `following` them [B, T], how many each row has (`counts` [B]), and how many
-    were read before (`lengths` [B]). levels, drafted: the most levels and tokens of a draft. window: of
-    `find_window`.
+    levels, tokens: of a draft, at most. Its tokens take slots after the texts; at fixed shape the last ones, and
+    attention sees all slots at each level. Then nothing needs the host: a draft can be a CUDA graph.
     """
 
     def __init__(
         self,
         head: Any,
-        embed: Callable[[Tensor], Tensor],
+        states: Tensor,
         cache: LayerCache,
-        inputs: Mapping[str, Tensor],
+        embed: Callable[[Tensor], Tensor],
         levels: int,
-        drafted: int,
-        window: tuple[int, int],
+        tokens: int,
     ) -> None:
-        features, counts, lengths = inputs["features"], inputs["counts"], inputs["lengths"]
-        keys, values = (held[:, :, : window[1]] for held in cache.allocated())
-        layer, dtype, count, device = head.config.layer, keys.dtype, features.shape[1], features.device
-        self.head, self.embed, self.cache = head, embed, (keys, values)
-        self.slot = torch.arange(*window, device=device)  # [S]: those that need a mask
-        self.level, self.begin = 0, len(self.slot) - drafted  # the place of the next level's first slot
-        positions, after = lengths[:, None] + torch.arange(count, device=device), (lengths + counts)[:, None]
-        every = torch.cat([positions, after + torch.arange(levels, device=device)], dim=1)
-        table = layer.rotary_table(every, dtype)
-        self.table = table.part(count, count + levels)
-        slots = FixedSlots(keys, values, positions, hide(self.slot > positions[..., None], dtype)[:, None], attend)
-        states = head(embed(inputs["following"]).to(dtype), features.to(dtype), table.part(0, count), slots.attend)
-        self.states = pick_last(states, counts)[:, None]  # [B, W, H]: the last one of each path
-        shared = layer.num_attention_heads // layer.num_key_value_heads
-        # [B, R, W, S]: what the last one of each path attends to, the same for all R
-        self.mask = hide(self.slot >= after, dtype)[:, None, None].expand(-1, shared, -1, -1)
+        self.head, self.cache, self.embed, self.level = head, cache, embed, 0
+        self.states = states[:, None]  # [B, W, H]: the last one of each path
+        layer, self.positions = getattr(head.config, "layer", None), cache.positions(levels, states.device)  # [B, L]
+        self.table = None if layer is None else layer.rotary_table(self.positions, states.dtype)
+        self.first, end = cache.sees or (0, max(cache.lengths) + tokens)
+        self.slot = torch.arange(self.first, end, device=states.device)  # [S]: those that need a mask
+        self.text_end = self.begin = len(self.slot) - tokens  # the place of the next level's first slot
+        hidden = self.slot >= self.positions[:, :1, None]  # [B, 1, S]
+        if cache.window is not None:
+            hidden |= self.slot <= self.positions[:, :1, None] - cache.window
+        # [B, R, W, S]: what each path's last node attends to; at fixed shape the same for R queries that share a key
+        shared = 1 if layer is None or cache.sees is None else layer.num_attention_heads // layer.num_key_value_heads
+        self.mask = hide(hidden, states.dtype)[:, None].expand(-1, shared, -1, -1)
 
     def logits(self, level: int) -> Tensor:
-        return self.head.logits(self.states)
+        return self.head.logits(self.states, level)
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        end = self.begin + parents.shape[1]
-        new, table = self.slot[self.begin : end], self.table.part(self.level, self.level + 1)
+        end, window = self.begin + parents.shape[1], self.cache.window
         above = parents[:, None, :, None].expand(-1, self.mask.shape[1], -1, self.mask.shape[3])
-        self.mask = self.mask.gather(2, above).masked_fill(self.slot == new[:, None], 0)
+        self.mask = self.mask.gather(2, above)
+        self.mask[..., self.begin : end].diagonal(dim1=2, dim2=3).zero_()  # each sees itself
+        if window is not None:  # the tokens of a draft are not hidden from each other
+            left = self.slot[: self.text_end] <= self.positions[:, self.level, None] - window  # [B, S]
+            self.mask[..., : self.text_end].masked_fill_(left[:, None, None], torch.finfo(self.mask.dtype).min)
+        mask = self.mask[..., :end] if self.cache.sees is None else self.mask
+        slots = slice(self.first + self.begin, self.first + end)
+        attend = partial(self.cache.attend, mask=mask.flatten(1, 2)[:, None], slots=slots)
         states = self.states.gather(1, expand_last(parents, self.states))
-        slots = FixedSlots(*self.cache, new, self.mask.flatten(1, 2)[:, None], attend)
-        self.states = self.head(self.embed(tokens).to(states.dtype), states, table, slots.attend)
+        at = self.level, self.level + 1
+        positions = self.positions[:, slice(*at)] if self.table is None else self.table.part(*at)
+        self.states = self.head(self.embed(tokens), states, positions, attend)
         self.level, self.begin = self.level + 1, end
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """`proposers.feature_history.attend_like_target` on a GPU."""
-    return attend_generally(queries, keys, values, mask, queries.shape[3] ** -0.5).transpose(1, 2)

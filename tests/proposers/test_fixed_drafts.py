@@ -14,7 +14,7 @@ from decode.devices import graph
 from decode.weights.layers import MergedPart, merge_layers
 from heads import LayerCache
 from proposers import fast_heads
-from proposers.eagle import EagleDrafter, FixedEagleDrafter
+from proposers.eagle import EagleDrafter
 from proposers.feature_history import attend_like_target, pick_last
 from tests.support.drafting import make_head
 from tests.support.models import VOCABULARY, tiny
@@ -33,10 +33,10 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -
     size = head.target_hidden_size * len(head.features)
     caches = [LayerCache(ROWS, attend_like_target)]
 
-    def read(features: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        fused, cache = head.fuse(features), caches[0]
+    def read(head: Any, cache: LayerCache, features: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> Any:
+        fused = head.fuse(features)
         states = head(embed(tokens), fused, cache.positions(fused.shape[1], fused.device), cache.attend)
-        cache.keep(counts)
+        cache.keep(counts, torch.tensor(counts))
         return pick_last(states, torch.tensor(counts))
 
     def draw(counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,16 +45,17 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -
 
     with torch.no_grad():
         torch.manual_seed(0)
-        read(*draw([5, 9, 2]), [5, 9, 2])
+        read(head, caches[0], *draw([5, 9, 2]), [5, 9, 2])
         for counts in ([1, 3, 2], [2, 2, 2]):
             caches.append(copy.deepcopy(caches[0]))
             features, tokens = draw(counts)
-            numbers = {"counts": torch.tensor(counts), "lengths": torch.tensor(caches[1].lengths)}
-            inputs = {"features": head.fuse(features), "following": tokens, **numbers}
             caches[1].reserve(max(caches[1].lengths) + max(counts) + LEVELS * WIDTH)
-            fixed = FixedEagleDrafter(merged, embed, caches[1], inputs, LEVELS + 1, LEVELS * WIDTH, (0, 256))
+            fixed_cache = caches[1].at_fixed_shape(torch.tensor(caches[1].lengths), (0, 256))
             caches[1].keep(counts)
-            grown = EagleDrafter(head, read(features, tokens, counts), caches[0], embed)
+            fixed, grown = (
+                EagleDrafter(each, read(each, cache, features, tokens, counts), cache, embed, LEVELS, LEVELS * WIDTH)
+                for each, cache in ((merged, fixed_cache), (head, caches[0]))
+            )
             paths = 1
             for level in range(LEVELS + 1):
                 torch.testing.assert_close(fixed.logits(level), grown.logits(level), rtol=1e-9, atol=1e-9)
