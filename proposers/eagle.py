@@ -18,7 +18,7 @@ from decode import Step, Target
 from decode.devices.transfer import waits
 from heads.layer_cache import LayerCache, hide
 from proposers.fast_heads import pad_tokens
-from proposers.feature_history import CHUNK, FeaturePart, expand_last, pick_last
+from proposers.feature_history import READ_AT_ONCE, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
 from proposers.search import Drafter
@@ -44,18 +44,16 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
-        read, device = self.reader(step), step.target.device
-        self._history.read_prompts(read)
-        cache = self._history.cache
+        cache, device = self._history.cache, step.target.device
         if (
             self.has_graphs
             and cache.window is None
             and cache.held is not None
             and waits(cache.held[0])
-            and max(self._history.unread_counts) <= CHUNK
+            and max(self._history.unread_counts) <= READ_AT_ONCE
         ):
             unread, lengths = self._history.take(), cache.lengths_on(device)
-            more = pad_tokens(unread.features.shape[1]) + self._most_drafted
+            more = pad_tokens(unread.features.shape[1]) + self.depth * self.width
             cache.reserve(max(cache.lengths) + more)
             capacity, backend = cache.held[0].shape[2], step.target.backend
             gains = backend.sees_texts_whole(self.dtype, self.head.config.layer.head_dim)
@@ -63,8 +61,7 @@ class EagleProposer(HeadProposer):
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
-
-        return {"states": self._history.read_all(read)}
+        return {"states": self._history.read_all(self.reader(step))}
 
     def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
         cache, following = self._history.make_cache(1), text[None, 1 : end + 1]
@@ -94,12 +91,7 @@ class EagleProposer(HeadProposer):
             cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
             part = FeaturePart(inputs["features"], inputs["following"], counts, [0] * len(counts))
             states = pick_last(self.read_features(target, cache, part), counts)
-        return EagleDrafter(self.head, states, cache, self.embedding(target), self.depth, self._most_drafted)
-
-    @property
-    def _most_drafted(self) -> int:
-        """The tokens that a draft has at most."""
-        return self.depth * self.width
+        return EagleDrafter(self.head, states, cache, self.embedding(target), self.depth, self.depth * self.width)
 
 
 class MtpProposer(EagleProposer):
@@ -121,8 +113,7 @@ class PEagleProposer(EagleProposer):
 
     def read_step(self, step: Step) -> Inputs:
         history, read = self._history, self.reader(step)
-        history.read_prompts(read)
-        if max(history.unread_counts) > CHUNK:  # as of a prompt
+        if max(history.unread_counts) > READ_AT_ONCE:  # as of a prompt
             history.read_but_last(read)
         unread = history.take()
         unread = replace(unread, features=unread.features.to(self.dtype))

@@ -21,7 +21,7 @@ from decode.devices.transfer import copy_packed, waits
 from heads import LayerCache
 from proposers.tree_proposer import numbers_of
 
-CHUNK = 512  # tokens per row and pass of a head while it reads a prompt
+READ_AT_ONCE = 512  # tokens per row and pass of a head while it reads a prompt
 WAITING = 64  # steps whose features wait for a draft at most: they take memory, and are copied as rows come and go
 Counts: TypeAlias = list[int]  # of features, by row
 # A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
@@ -32,7 +32,7 @@ class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
     Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head, until
-    `WAITING` such steps. Prompts of requests that join others wait apart, so that the others need not be padded.
+    `WAITING` such steps. Prompts of requests that join others are read at once, so that the others need not be padded.
     window: of the head's layers.
     """
 
@@ -40,11 +40,10 @@ class FeatureHistory:
         self.window = window
         self.cache, self._unread = self.make_cache(0), list[FeaturePart]()
         self._steps = 0  # whose features wait
-        self._prompts: list[tuple[list[int], FeaturePart]] = []  # with their rows; all but the last feature of each
 
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, self._prompts, self._steps, held = [], [], 0, self.cache.held
+        self._unread, self._steps, held = [], 0, self.cache.held
         if held is not None and held[0].device == device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
@@ -55,7 +54,7 @@ class FeatureHistory:
         return LayerCache(rows, attend_like_target, self.window)
 
     def add(self, step: Step, read: ReadFeatures) -> None:
-        """Take in a step's features. read: reads those that have waited for long."""
+        """Take in a step's features. read: reads prompts of requests that join, and what has waited for long."""
         assert step.features is not None
         numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
         features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
@@ -63,47 +62,29 @@ class FeatureHistory:
         if step.is_first:
             self._begin(len(counts), features.device)
         elif len(stayed) < len(self.cache.lengths):
-            self._select(stayed)
+            self.cache.select(stayed)
+            self._unread = [join_parts(self._unread).select(stayed)] if self._unread else []
         if stayed and step.joined:
-            prompts = part.select(step.joined).without_last()
-            if max(prompts.counts):
-                self._prompts.append((step.joined, prompts))
-            self.cache.add_rows(len(step.joined))
-            self._unread = [each.add_rows(len(step.joined)) for each in self._join_unread()]
-            part = part.after([0] * len(stayed) + prompts.counts)
+            part = part.after([0] * len(stayed) + self._join(part.select(step.joined), step.joined, read))
         self._unread.append(part)
         self._steps += 1
         if self._steps > WAITING:
-            self.read_prompts(read)
             self.read_but_last(read)
 
-    def _select(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only."""
-        self.cache.select(rows)
-        self._unread = [each.select(rows) for each in self._join_unread()]
-        places, waiting = {row: place for place, row in enumerate(rows)}, self._prompts
-        self._prompts = []
-        for before, prompts in waiting:
-            if kept := [index for index, row in enumerate(before) if row in places]:
-                prompts = prompts if len(kept) == len(before) else prompts.select(kept)
-                self._prompts.append(([places[before[index]] for index in kept], prompts))
-
-    def _join_unread(self) -> list[FeaturePart]:
-        """The features that wait as one part, if there are any."""
-        return [join_parts(self._unread)] if self._unread else []
+    def _join(self, part: FeaturePart, rows: Sequence[int], read: ReadFeatures) -> Counts:
+        """Add rows, and let a head read their prompts but for each one's last feature. Returns how many it has read."""
+        prompts, cache = part.without_last(), self.make_cache(len(rows))
+        self.cache.add_rows(len(rows))
+        self._unread = [join_parts(self._unread).add_rows(len(rows))] if self._unread else []
+        if max(prompts.counts):
+            read_part(prompts, cache, read)
+            self.cache.fill(rows, cache)
+        return prompts.counts
 
     @property
     def unread_counts(self) -> list[int]:
-        """Each row's number of features that the head has not read, prompts that wait apart excepted."""
+        """Each row's number of features that the head has not read."""
         return [sum(each) for each in zip(*(part.counts for part in self._unread), strict=True)]
-
-    def read_prompts(self, read: ReadFeatures) -> None:
-        """Let a head read the prompts that wait apart."""
-        for rows, prompts in self._prompts:
-            cache = self.make_cache(len(rows))
-            read_part(prompts, cache, read)
-            self.cache.fill(rows, cache)
-        self._prompts = []
 
     def take(self) -> FeaturePart:
         """The features that the head has not read, to be read now."""
@@ -120,7 +101,6 @@ class FeatureHistory:
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""
-        self.read_prompts(read)
         unread = self.take()
         return pick_last(read_part(unread, self.cache, read), unread.counts_tensor)
 
@@ -162,13 +142,14 @@ class FeaturePart:
 
 def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tensor:
     """Let a head read features into its cache, some in a pass. Returns the states [B, T, H]."""
-    if max(part.counts) <= CHUNK:
+    if max(part.counts) <= READ_AT_ONCE:
         return read(cache, part)
     states = []
-    for begin in range(0, max(part.counts), CHUNK):
-        columns, sizes = slice(begin, begin + CHUNK), [min(max(count - begin, 0), CHUNK) for count in part.counts]
-        given = part.features[:, columns], part.following[:, columns], (part.counts_tensor - begin).clamp(0, CHUNK)
-        states.append(read(cache, FeaturePart(*given, sizes)))
+    for begin in range(0, max(part.counts), READ_AT_ONCE):
+        columns = slice(begin, begin + READ_AT_ONCE)
+        counts = (part.counts_tensor - begin).clamp(0, READ_AT_ONCE)
+        sizes = [min(max(count - begin, 0), READ_AT_ONCE) for count in part.counts]
+        states.append(read(cache, FeaturePart(part.features[:, columns], part.following[:, columns], counts, sizes)))
     return torch.cat(states, dim=1)
 
 

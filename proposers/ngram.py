@@ -45,7 +45,7 @@ class NGramProposer:
         self.max_size, self.length, self.first = max_size, length, first
         self.adaptive = length is None  # drafts are sized by the target's cost curve
         self.acceptance = CopyAcceptance()  # in all texts so far
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, NGramIndex] = {}
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
@@ -66,7 +66,7 @@ class NGramProposer:
             step.request_ids, step.kept, step.sequences, step.path, strict=True
         ):
             if place is None:
-                text = Text(self.max_size, self.first, self.acceptance)
+                text = NGramIndex(self.max_size, self.first, self.acceptance)
             else:
                 text = before[request_id]
                 text.learn(len(path) - 1)
@@ -74,7 +74,7 @@ class NGramProposer:
             self._texts[request_id] = text
 
 
-def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, step: Step) -> list[list[int]]:
+def _cut_drafts(texts: list[NGramIndex], drafts: list[list[int]], cost: CostCurve, step: Step) -> list[list[int]]:
     """Cut the drafts to the lengths that yield most tokens per second; the rows share one forward pass.
 
     Where a pass takes as long as its tokens, each token goes where it is most likely to be right. Else all drafts get
@@ -100,7 +100,7 @@ def _cut_drafts(texts: list[Text], drafts: list[list[int]], cost: CostCurve, ste
     return [draft[: lengths[row]] for row, draft in enumerate(drafts)]
 
 
-class Text:
+class NGramIndex:
     """One request's text: where its n-grams occurred, and how many copied tokens were accepted."""
 
     def __init__(self, max_size: int, first: bool, learned: CopyAcceptance) -> None:

@@ -24,7 +24,7 @@ from proposers.sources.source import Named, Source
 from proposers.sources.suffix import rank_copies
 
 GRAM = 3  # tokens that are looked up
-LONGEST = 16  # longer matches count as this long
+LONGEST_MATCH = 16  # longer matches count as this long
 OCCURRENCES = 8  # of an n-gram that are compared, newest first
 VERSION = "1"
 END = -1  # between two answers
@@ -66,7 +66,7 @@ class AnswerStore:
         found: list[Copy] = []
         if len(tail) < GRAM:
             return found
-        backwards = tail[: -LONGEST - 1 : -1]
+        backwards = tail[: -LONGEST_MATCH - 1 : -1]
         with self._lock:
             tokens, capacity = self._tokens, self.capacity
             first, place = max(0, self._end - capacity), self._newest[self._bucket(tail[-GRAM:])]
@@ -171,10 +171,10 @@ class StoredSource(Source):
         return StoredSource(self.store)
 
     def start(self, request_id: int) -> tuple[int, ...]:
-        return tuple(self._answers[request_id][0][-LONGEST:])
+        return tuple(self._answers[request_id][0][-LONGEST_MATCH:])
 
     def follow(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
-        return (*state, token)[-LONGEST:]
+        return (*state, token)[-LONGEST_MATCH:]
 
     def continuations(self, state: tuple[int, ...]) -> list[Named]:
         found = self.store.find(state)

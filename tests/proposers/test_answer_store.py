@@ -15,7 +15,7 @@ import pytest
 from decode import Target, generate
 from decode.models.loading import load_model
 from proposers import AnswerStore, MergedProposer
-from proposers.sources.answer_store import GRAM, LONGEST, OCCURRENCES
+from proposers.sources.answer_store import GRAM, LONGEST_MATCH, OCCURRENCES
 from tests.support.models import VOCABULARY, tiny
 
 ANSWER = [3, 4, 5, 6, 7]
@@ -34,7 +34,7 @@ def find_naively(answers: list[list[int]], tail: list[int]) -> set[tuple[int, in
     for answer in answers:
         for place in range(GRAM, len(answer)):
             length = 0
-            while length < min(LONGEST, len(tail), place) and answer[place - 1 - length] == tail[-1 - length]:
+            while length < min(LONGEST_MATCH, len(tail), place) and answer[place - 1 - length] == tail[-1 - length]:
                 length += 1
             if length >= GRAM:
                 found.add((answer[place], length))
@@ -67,10 +67,7 @@ def test_memory_is_bounded_and_the_oldest_answers_go() -> None:
     assert len(store) <= 100
     assert [copy.token for copy in store.find([9990, 9991, 9992])] == [9993]
     assert not store.find([10, 11, 12])
-
-
-def test_an_answer_longer_than_the_store_leaves_its_end() -> None:
-    store = AnswerStore(10)
+    store = AnswerStore(10)  # an answer that is longer leaves its end
     store.add(range(100))
     assert list(store.answers()) == [list(range(91, 100))]
     assert [copy.token for copy in store.find([95, 96, 97])] == [98]

@@ -58,9 +58,7 @@ def test_budget_learns_what_drafting_costs() -> None:
     budget.begin(lambda nodes: 1.0, new_texts=False)
     assert budget.level_time == budget.usual_level_time
 
-
-def test_what_drafting_costs_is_not_forgotten_when_rows_join_or_leave() -> None:
-    budget = DraftBudget()
+    budget = DraftBudget()  # it is not forgotten when rows join or leave
     budget.begin(CostCurve([1, 64], [2.0, 4.0]))
     budget.take_drafting_time(1.0, levels=2)
     budget.learn(0.0, 10.0)

@@ -244,7 +244,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     for module in (feature_history, eagle):
-        monkeypatch.setattr(module, "CHUNK", 8)
+        monkeypatch.setattr(module, "READ_AT_ONCE", 8)
     prompts = [[(7 * place + row) % VOCABULARY for place in range(size)] for row, size in enumerate((30, 8, 17))]
     proposer = make(kind, target, depth=2, nodes=8)
     drafted = record(proposer, target, prompts, max_new_tokens=10).drafted
@@ -294,9 +294,7 @@ def test_no_feature_is_missed_while_drafting_backs_off(
 
 def count_waiting(proposer: HeadProposer) -> int:
     """The bytes of features that the head has not read."""
-    history = proposer._history
-    parts = [*history._unread, *(part for _, part in history._prompts)]
-    return sum(tensor.nbytes for part in parts for tensor in (part.features, part.following))
+    return sum(tensor.nbytes for part in proposer._history._unread for tensor in (part.features, part.following))
 
 
 @pytest.mark.parametrize("kind", READ_ALL)

@@ -11,7 +11,7 @@ import torch
 from decode import Sampling, Step, Target, generate
 from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
 from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
-from proposers.sources.lookahead import POOLED, Pool, Window
+from proposers.sources.lookahead import Pool, Window
 from tests.support.drafting import Recorder, list_paths, make_head
 from tests.support.models import tiny
 
@@ -138,15 +138,6 @@ def test_the_newest_n_grams_of_a_token_are_kept(monkeypatch: pytest.MonkeyPatch)
     assert [[rest for *_, rest in pool.find(token)] for token in (1, 2, 3)] == [[(2,), (3,)], [], [(1,)]]
 
 
-def test_long_answers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(lookahead, "POOLED", 10)
-    proposer = LookaheadProposer()
-    generate(target, [[5, 6, 7]], proposer, max_new_tokens=150, stop_ids=[], sampling=Sampling(1.0, seed=1))
-    [(pool, window)] = proposer.sources[0]._requests.values()
-    assert len(pool._grams) == 10 < POOLED and max(map(len, pool._grams.values())) <= 3
-    assert sum(map(len, window.columns)) == 9
-
-
 def test_n_grams_continue_draft_tokens_too() -> None:
     source, pool = LookaheadSource(2, 3), Pool(2, 3)
     pool.read([1, 2, 3, 4, 1, 5])
@@ -219,8 +210,9 @@ def test_trees_with_a_window_have_a_fixed_size() -> None:
     assert LookaheadSource(7, 5).assumed == 28 and LookaheadProposer(7, 5).nodes == 57
 
 
-def test_chains_have_no_window() -> None:
-    """Targets with a recurrent state verify chains: of the n-grams of the text."""
+def test_chains_have_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets with a recurrent state verify chains: of the n-grams of the text. So nothing is read from the device."""
+    monkeypatch.setattr(lookahead, "read", lambda *given: pytest.fail("the device was read"))
     target = Target(tiny("lfm2"))
     settings = {"batch_size": 2, "max_new_tokens": 24, "sampling": Sampling(0.8, seed=3)}
     recorder = Recorder(LookaheadProposer())
@@ -231,12 +223,6 @@ def test_chains_have_no_window() -> None:
         chain = [text[-1], *max(paths, key=len, default=())]
         assert len(chain) == 1 + len(paths) and grams.issuperset(pairwise(chain))
     assert any(recorder.drafted.values())
-
-
-def test_chains_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a window there is nothing to continue; the pool needs the text alone."""
-    monkeypatch.setattr(lookahead, "read", lambda *given: pytest.fail("the device was read"))
-    generate(Target(tiny("lfm2")), PROMPTS, LookaheadProposer(), batch_size=2, max_new_tokens=8)
 
 
 @pytest.mark.parametrize(
