@@ -41,6 +41,7 @@ class VocabularyHead(nn.Module):
     reads_all_features = False  # of a text, to attend to them; else the last committed token's alone
     begins_with_tokens = False  # its states begin as embeddings; else as fused features
     in_float32: tuple[str, ...] = ()  # parts of names of tensors that no format narrower than float32 may hold
+    outputs: tuple[Any, ...] = ()  # faster layers in place of those of `output_layer`
     config: Any  # the config class of its kind
     embed_tokens: nn.Embedding | None  # None: the target's
     token_map: Tensor | None
@@ -142,7 +143,11 @@ class VocabularyHead(nn.Module):
 
     def logits(self, states: Tensor, index: int = 0) -> Tensor:
         """The logits [..., D] of head `index` for its states [..., H]."""
-        return nn.functional.linear(self.normalise(states), *self.output_layer(index))
+        states = self.normalise(states)
+        if self.outputs:
+            logits: Tensor = self.outputs[index % len(self.outputs)](states)
+            return logits
+        return nn.functional.linear(states, *self.output_layer(index))
 
     def tokens(self, drafted: Tensor) -> Tensor:
         """The target's token ids for ids of the draft vocabulary."""

@@ -27,25 +27,13 @@ def pack_head(head: VocabularyHead) -> Any:
     """A copy of the head for inference, with packed or merged layers. It shares all other tensors with the head."""
     tensors = [*head.parameters(), *head.buffers()]
     packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
-    packed.logits = PackedOutput(head, packed.normalise)
+    backend, count = find_backend(next(head.parameters()).device), head.config.heads if head.output == "own" else 1
+    packed.outputs = tuple(backend.pack_linear(make_linear(*head.output_layer(index))) for index in range(count))
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the packed output layer replaces it
-    find_backend(next(head.parameters()).device).pack_layers(packed)
+    backend.pack_layers(packed)
     return packed
-
-
-class PackedOutput:
-    """A head's `logits`, with output layers that are packed where there is a kernel for it."""
-
-    def __init__(self, head: VocabularyHead, normalise: Callable[[Tensor], Tensor]) -> None:
-        self.normalise, self.device = normalise, next(head.parameters()).device
-        count = head.config.heads if head.output == "own" else 1
-        layers = [make_linear(*head.output_layer(index)) for index in range(count)]
-        self.layers = [*map(find_backend(self.device).pack_linear, layers)]
-
-    def __call__(self, states: Tensor, index: int = 0) -> Tensor:
-        return self.layers[index % len(self.layers)](self.normalise(states))
 
 
 class DraftGraphs:

@@ -19,7 +19,7 @@ from heads.layer_cache import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.fast_heads import DraftGraphs, PackedOutput, pack_head
+from proposers.fast_heads import DraftGraphs, pack_head
 from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last_features
 from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
@@ -73,6 +73,7 @@ class HeadProposer(TreeProposer):
         self._history = FeatureHistory(head.window)
         self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
         self._graphs = DraftGraphs()
+        self._prepared_for: torch.device | None = None  # where its packed layers run
 
     @property
     def name(self) -> str:
@@ -91,8 +92,8 @@ class HeadProposer(TreeProposer):
     def prepare(self, target: Target) -> Self:
         """Draft with a faster copy of the head (`proposers.fast_heads`), bound to the target. Returns itself."""
         self.begin(target)
-        if not isinstance(self.head.logits, PackedOutput):
-            self.head, self._graphs = pack_head(self.head), DraftGraphs()
+        if not self.head.outputs:
+            self.head, self._graphs, self._prepared_for = pack_head(self.head), DraftGraphs(), target.device
         return self
 
     def check(self, target: Target) -> None:
@@ -106,9 +107,9 @@ class HeadProposer(TreeProposer):
         Raises ValueError as `check` does, and if it was prepared for another target or device.
         """
         self.check(target)
-        packed = isinstance(self.head.logits, PackedOutput)
-        if packed and (device := self.head.logits.device) != target.device:
-            raise ValueError(f"this proposer was prepared for {device}, not {target.device}; load it again")
+        packed = bool(self.head.outputs)
+        if self._prepared_for not in (None, target.device):
+            raise ValueError(f"this proposer was prepared for {self._prepared_for}, not {target.device}; load it again")
         self.head.to(target.device)
         borrowed = self.head.borrowed
         if self.head.output != "target" or (borrowed is not None and self._borrowed_from == ref(target.model)):
