@@ -117,7 +117,7 @@ def test_no_first_draft_where_the_calibration_promises_no_gain(
 def test_drafting_resumes_with_a_smaller_batch(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     curves = [CostCurve([1, 64], [1.0, cost]) for cost in (1.0, 64.0)]
     monkeypatch.setattr(target, "cost_curve", lambda batch, _: curves[batch > 1])
-    monkeypatch.setattr(target.costs, "deterministic", True)  # a level of a tiny head takes as long as a pass
+    monkeypatch.setattr(target.costs, "fixed", True)  # a level of a tiny head takes as long as a pass
     calibration = Calibration(((0.5, 0.1),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3)
     recorder = Recorder(MedusaProposer(make_head("medusa", target), calibration=calibration))
 
