@@ -174,13 +174,9 @@ class Replay:
     nodes: list[list[int]]
     logits: list[list[int]]
 
-    def take_features(self, features: Tensor) -> Tensor:
-        """Those of the tree's nodes [B, n, F]."""
-        return _take(features, self.nodes)
-
-    def take_logits(self, logits: Tensor) -> Tensor:
-        """Those that were asked for, [B, n, V]."""
-        return _take(logits, self.logits)
+    def take(self, logits: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The logits [B, n, V] that were asked for, and the features [B, n, F] of the tree's nodes."""
+        return _take(logits, self.logits), None if features is None else _take(features, self.nodes)
 
 
 class States:

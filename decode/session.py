@@ -179,8 +179,7 @@ class Session:
         verdict = self._compute(replay.tree, replay.start, replay.only)
         if not start:
             states.learn()
-        features = None if verdict.features is None else replay.take_features(verdict.features)
-        return Verdict(replay.take_logits(verdict.logits), features)
+        return Verdict(*replay.take(verdict.logits, verdict.features))
 
     def _commit_given(self, states: States, row: int) -> None:
         """Commit a row's given tokens by a pass of its own."""
@@ -356,7 +355,8 @@ class Session:
         if self.states is not None:
             return self.states.keep(path, self.keeps_beginnings)
         if not self._has_moved:
-            self.settle()
+            if self._moves is not None:
+                self.settle()
             self._moves = self.cache.plan_moves(path)
         self._upload, self._has_moved = None, False
         self.cache.commit([len(row) for row in path])
