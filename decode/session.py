@@ -49,11 +49,6 @@ class Verdict:
         features = None if self.features is None else self.features[:rows, :nodes]
         return Verdict(self.logits[:rows, :nodes], features, None if self.packed is None else self.packed[:rows])
 
-    def select(self, rows: Sequence[int]) -> Verdict:
-        """The same for some rows only."""
-        index = copy_packed({"rows": torch.tensor(rows)}, self.logits.device)["rows"]
-        return Verdict(self.logits[index], None if self.features is None else self.features[index])
-
 
 class Steps(Protocol):
     """What makes the passes of a session on its device, with a KV cache of its own."""

@@ -74,10 +74,6 @@ class Seconds:
     def total(self) -> float:
         return self.proposer + self.target + self.accept + self.rest
 
-    def add(self, other: Seconds) -> None:
-        for part in PARTS:
-            setattr(self, part, getattr(self, part) + getattr(other, part))
-
 
 @dataclass
 class Stats:
@@ -113,7 +109,8 @@ class Stats:
         self.reused += other.reused
         pairs = zip_longest(self.accepted_by_depth, other.accepted_by_depth, fillvalue=0)
         self.accepted_by_depth = [ours + theirs for ours, theirs in pairs]
-        self.seconds.add(other.seconds)
+        for part in PARTS:
+            setattr(self.seconds, part, getattr(self.seconds, part) + getattr(other.seconds, part))
 
 
 @dataclass(frozen=True)

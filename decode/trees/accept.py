@@ -18,7 +18,7 @@ from torch import Tensor
 from decode.devices.transfer import copy_packed, read, waits
 from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, Noise, Texts, find_keys, make_exponential
 from decode.trees.rejection import judge_chains
-from decode.trees.sampling import NO_TOKEN, Sampling, group_rows, upcast_half
+from decode.trees.sampling import HALF, NO_TOKEN, Sampling, group_rows
 from decode.trees.tree import Tree
 from decode.trees.walk import accept_processed_chains, walk
 
@@ -100,9 +100,9 @@ def accept_at_once(
     if waits(logits) or torch.compiler.is_compiling():  # a step of fixed shape
         return follow(tree, choose_greedily(logits))
     if bool(tree.real.all()):  # without copying the logits
-        return follow(tree, choose_greedily(upcast_half(logits)))  # a CPU is slow at half precision
+        return follow(tree, choose_greedily(logits))
     chosen = torch.zeros_like(tree.tokens)
-    chosen[tree.real] = choose_greedily(upcast_half(logits[tree.real]))
+    chosen[tree.real] = choose_greedily(logits[tree.real])
     return follow(tree, chosen)
 
 
@@ -146,6 +146,8 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
 
 def choose_greedily(logits: Tensor) -> Tensor:
     """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
+    if logits.dtype in HALF and not waits(logits):  # a CPU is slow at half precision
+        logits = logits.float()
     chosen = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
     return torch.where(logits.gather(-1, chosen).isfinite(), chosen, NO_TOKEN)[..., 0]
 
