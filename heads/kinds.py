@@ -27,8 +27,8 @@ class Kind:
 
     network: the class of the head. config: that of its sizes, a frozen dataclass and the only argument of the network.
     proposer, objective: the classes that draft with it and train it; None: those in the tables of their packages.
-    format: how folders store it. options: what `draftless train` has for the shape of a new head, as its config names
-    it. layer: settings of a new head's decoder layers, apart from the target's sizes.
+    format: how folders store it. options: those of `draftless train` for the shape of a new head, named as in its
+    config. layer: settings of a new head's decoder layers, apart from the target's sizes.
     """
 
     network: ClassVar[type[VocabularyHead]]

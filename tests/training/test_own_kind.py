@@ -49,8 +49,8 @@ def test_it_drafts_losslessly(place: Path, head: Path) -> None:
     )
     assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
     assert min(answer.stats.tau for answer in drafted) > 2
-    again = load_proposer(head, target, depth=2)  # a known kind's folder is enough
-    assert generate(target, prompts[:1], again, max_new_tokens=30, stop_ids=())[0].tokens == plain[0].tokens
+    for again in (load_proposer(head, target, depth=2), load_proposer("merged", target, head=head, nodes=8)):
+        assert generate(target, prompts[:1], again, max_new_tokens=30, stop_ids=())[0].tokens == plain[0].tokens
 
 
 def test_the_commands_take_it(place: Path, head: Path, capsys: pytest.CaptureFixture[str]) -> None:
