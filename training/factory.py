@@ -21,31 +21,9 @@ from heads.kinds import get_kind
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
-from training.objectives import (
-    DECAY,
-    BlockObjective,
-    Decay,
-    EagleObjective,
-    HydraObjective,
-    MedusaObjective,
-    MultiTokenObjective,
-    Objective,
-    PEagleObjective,
-    RegressionObjective,
-)
+from training.objectives import DECAY, OBJECTIVES, Decay, Objective
 from training.teacher import Teacher
 
-OBJECTIVES: dict[str, type[Objective]] = {  # by the kind of head
-    "medusa": MedusaObjective,
-    "multi-token": MultiTokenObjective,
-    "hydra": HydraObjective,
-    "eagle": RegressionObjective,
-    "eagle3": EagleObjective,
-    "peagle": PEagleObjective,
-    "dflash": BlockObjective,
-    "mtp": EagleObjective,
-    "draft": DraftModelObjective,  # no head
-}
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
 
 
@@ -169,7 +147,9 @@ def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 def find_objective(kind: str) -> type[Objective]:
     """The class that trains heads of this kind."""
-    own: type[Objective] | None = None if kind == "draft" else get_kind(kind).objective
+    if kind == "draft":  # no head
+        return DraftModelObjective
+    own: type[Objective] | None = get_kind(kind).objective
     return own or OBJECTIVES[kind]
 
 

@@ -439,3 +439,15 @@ class UnrolledContext:
 def pick(part: Tensor, places: Tensor) -> Tensor:
     """Keys or values [B, G, A, D] at places [B, A] of their anchors."""
     return part.gather(2, places[:, None, :, None].expand(-1, part.shape[1], -1, part.shape[3]))
+
+
+OBJECTIVES: dict[str, type[Objective]] = {  # by the kind of head
+    "medusa": MedusaObjective,
+    "multi-token": MultiTokenObjective,
+    "hydra": HydraObjective,
+    "eagle": RegressionObjective,
+    "eagle3": EagleObjective,
+    "peagle": PEagleObjective,
+    "dflash": BlockObjective,
+    "mtp": EagleObjective,
+}

@@ -19,11 +19,12 @@ from scripts.shared.options import parse_own_kind
 from scripts.shared.prompts import TEMPLATE_OPTION
 from training.checkpoint import METRICS
 from training.data import MAX_BAD, read_rows
-from training.factory import OBJECTIVES, find_objective
+from training.factory import find_objective
 from training.losses import LOSSES
-from training.objectives import DECAY, PACE, REGRESSION, TTT_STEPS, Decay
+from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, Decay
 from training.schedule import Schedule
 
+TRAINED = (*OBJECTIVES, "draft")  # kinds of heads, and draft models
 OF_DRAFTS = "layers", "cut"  # options of draft models
 UNROLLING = {"ttt_steps": ("steps", TTT_STEPS), "regression": ("regression", REGRESSION), "noise": ("noise", 0.0)}
 DRAFT_LAYERS = 4
@@ -79,7 +80,7 @@ class TrainOptions:
     """The command line of `draftless train`, a field for each option. Raises ValueError if they do not fit together."""
 
     kind: str = flag(
-        f"the kind of head to train: {', '.join(OBJECTIVES)}, or one of your own as FILE.py:CLASS (docs/training.md). "
+        f"the kind of head to train: {', '.join(TRAINED)}, or one of your own as FILE.py:CLASS (docs/training.md). "
         "draft is a small model with some of the model's own layers",
         type=parse_own_kind,
         required=True,
@@ -178,11 +179,11 @@ class TrainOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.kind not in {*OBJECTIVES, *KINDS}:
-            raise ValueError(f"--kind {self.kind}: choose from {', '.join(OBJECTIVES)} and FILE.py:CLASS")
+        if self.kind not in {*TRAINED, *KINDS}:
+            raise ValueError(f"--kind {self.kind}: choose from {', '.join(TRAINED)} and FILE.py:CLASS")
         if self.prefix and self.init is not None:
             raise ValueError("--prefix is for a new hydra head; leave it out, or leave out --init")
-        for name in sorted(set[str]().union(*map(list_options, OBJECTIVES)) - list_options(self.kind)):
+        for name in sorted(set[str]().union(*map(list_options, TRAINED)) - list_options(self.kind)):
             if is_given(getattr(self, name)):
                 kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")

@@ -22,9 +22,9 @@ from proposers.feature_history import FeaturePart
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses, objectives, trainer
-from training.factory import OBJECTIVES
 from training.losses import LOSSES, vocabulary_loss
 from training.objectives import (
+    OBJECTIVES,
     BlockObjective,
     EagleObjective,
     MedusaObjective,
