@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from decode import Engine, Proposer, Sampling, Step, Target, Tree, generate, stream
 from decode.trees.accept import accept_lossily
@@ -63,8 +62,8 @@ def make_draft_model(spoil: Callable[[Tensor], Tensor]) -> Target:
     return draft
 
 
-def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREEDY) -> list[list[int]]:
-    answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=12)
+def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREEDY, nodes: int = 64) -> list[list[int]]:
+    answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=12, nodes=nodes)
     return [answer.tokens for answer in answers]
 
 
@@ -75,8 +74,7 @@ def test_heads(kind: str, spoil: str, settings: dict[str, Any], target: Target) 
     proposer = HEAD_PROPOSERS[kind](spoil_head(kind, target, SPOILED[spoil]), **settings)
     for sampling in (GREEDY, SAMPLED):
         assert decode(target, proposer, sampling) == decode(target, None, sampling)
-    merged = MergedProposer(drafter=proposer, nodes=12)
-    assert decode(target, merged) == decode(target, None)
+    assert decode(target, MergedProposer(drafter=proposer, nodes=12)) == decode(target, None)
 
 
 @pytest.mark.parametrize("spoil", SPOILED)
@@ -137,11 +135,6 @@ def test_typical_acceptance_refuses_nan(temperature: float) -> None:
     assert accepted.path == [[0]] and accepted.bonus == [NO_TOKEN]
 
 
-class SameScores(LogitsProcessor):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
-
-
 class PaddedTrees:
     """Trees of two nodes, padded to more than the budget."""
 
@@ -155,12 +148,8 @@ class PaddedTrees:
 
 
 def test_padding_beyond_the_budget_needs_no_noise(target: Target) -> None:
-    sampling = Sampling(temperature=1.0, seed=1, processors=[SameScores()])
-    answers = [
-        generate(target, PROMPTS, proposer, nodes=3, sampling=sampling, max_new_tokens=8)
-        for proposer in (PaddedTrees(), None)
-    ]
-    assert [each.tokens for each in answers[0]] == [each.tokens for each in answers[1]]
+    sampling = Sampling(temperature=1.0, seed=1, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
+    assert decode(target, PaddedTrees(), sampling, nodes=3) == decode(target, None, sampling)
 
 
 class Drafting:
@@ -180,49 +169,30 @@ def with_q(width: int, dtype: torch.dtype = torch.float32) -> Callable[[Tree, St
     return lambda tree, _: replace(tree, q=torch.ones(2, 2, width, dtype=dtype))
 
 
-RETURNED: dict[str, tuple[Callable[[Tree, Step], Any], str]] = {
-    "None": (lambda *_: None, "returned None; return a Tree with a row for each request, for example Tree.chain([["),
-    "a list": (lambda tree, _: [[3, 4]], "returned a list; return a Tree"),
+RETURNED: dict[str, tuple[Callable[[Tree, Step], Any], str]] = {  # see also `test_invalid_trees_are_refused`
+    "None": (lambda *_: None, "returned None; return a Tree with a row for each request"),
     "tokens": (lambda tree, _: tree.tokens, "returned a Tensor; return a Tree"),
-    "too few rows": (lambda tree, _: tree.select([0]), "tokens [1, 2], parents [1, 2] and sizes [1]; for 2 rows, they"),
-    "too many rows": (lambda tree, _: tree.select([0, 1, 1]), "a tree with tokens [3, 2]"),
-    "a row of tokens": (lambda tree, _: replace(tree, tokens=tree.tokens[0]), "a tree with tokens [2], parents [2, 2]"),
-    "no column": (lambda tree, _: Tree.chain([[], []]), "tokens are torch.float32; they are a tensor [B, N] of torch"),
-    "fractions": (lambda tree, _: replace(tree, tokens=tree.tokens / 2), "a tree whose tokens are torch.float32"),
-    "short numbers": (lambda tree, _: replace(tree, parents=tree.parents.int()), "whose parents are torch.int32"),
-    "sizes in a list": (
-        lambda tree, _: replace(tree, sizes=[2, 2]),
-        "whose sizes are a list; they are a tensor [B] of",
-    ),
-    "no height": (lambda tree, _: replace(tree, height=None), "a tree of height None; it is the greatest depth"),
-    "a wrong height": (lambda tree, _: replace(tree, height=0), "a tree that is deeper than its height of 0"),
-    "no memory": (lambda tree, _: tree.to(torch.device("meta")), "a tree with tensors on meta; all must be on the CPU"),
-    "two devices": (lambda tree, _: replace(tree, sizes=tree.sizes.to("meta")), "with tensors on cpu, meta"),
-    "sampled, but no chain": (
-        lambda tree, _: replace(tree, q=torch.ones(2, 2, 96), is_chain=False),
-        "a tree with `q`, which is a sampled draft and must be a chain",
-    ),
-    "another vocabulary": (with_q(50), "whose q is [2, 2, 50] of torch.float32; for these tokens, it is [2, 2, 96]"),
-    "counts": (with_q(96, torch.long), "whose q is [2, 2, 96] of torch.int64"),
-    "too many nodes": (
-        lambda tree, step: Tree.chain([[root] * 9 for root in step.bonus]),
-        "trees of [9, 9] nodes; a tree has its root and at most the budget of 4 nodes",
-    ),
-    "another root": (
-        lambda tree, step: Tree.chain([[90], [91]]),
-        "trees with the roots [90, 91]; each must be its row",
-    ),
-    "an unknown token": (lambda tree, step: replace(tree, tokens=tree.tokens + 95), "outside the vocabulary of 96"),
-    "no parents": (lambda tree, step: replace(tree, parents=tree.parents - 1), "a tree with wrong parents; root and"),
+    "too few rows": (lambda tree, _: tree.select([0]), "tokens [1, 2], parents [1, 2] and sizes [1]; for 2 rows"),
+    "a row of tokens": (lambda tree, _: replace(tree, tokens=tree.tokens[0]), "tokens [2], parents [2, 2]"),
+    "no column": (lambda tree, _: Tree.chain([[], []]), "tokens are torch.float32"),
+    "fractions": (lambda tree, _: replace(tree, tokens=tree.tokens / 2), "tokens are torch.float32"),
+    "short numbers": (lambda tree, _: replace(tree, parents=tree.parents.int()), "parents are torch.int32"),
+    "sizes in a list": (lambda tree, _: replace(tree, sizes=[2, 2]), "sizes are a list"),
+    "no height": (lambda tree, _: replace(tree, height=None), "a tree of height None"),
+    "no memory": (lambda tree, _: tree.to(torch.device("meta")), "tensors on meta; all must be on the CPU"),
+    "two devices": (lambda tree, _: replace(tree, sizes=tree.sizes.to("meta")), "tensors on cpu, meta"),
+    "another vocabulary": (with_q(50), "q is [2, 2, 50] of torch.float32; for these tokens, it is [2, 2, 96]"),
+    "counts": (with_q(96, torch.long), "q is [2, 2, 96] of torch.int64"),
+    "too many nodes": (lambda tree, step: Tree.chain([[root] * 9 for root in step.bonus]), "trees of [9, 9] nodes"),
+    "another root": (lambda tree, step: Tree.chain([[90], [91]]), "trees with the roots [90, 91]"),
 }
 
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_anything_but_a_tree_is_refused_with_the_class_of_the_proposer(target: Target, name: str) -> None:
     change, message = RETURNED[name]
-    with pytest.raises(
-        ValueError, match=rf"Drafting\.propose returned .*{re.escape(message.removeprefix('returned '))}"
-    ):
+    message = re.escape(message.removeprefix("returned "))
+    with pytest.raises(ValueError, match=rf"Drafting\.propose returned .*{message}"):
         generate(target, PROMPTS, Drafting(change), max_new_tokens=5, nodes=4)
 
 
@@ -233,38 +203,37 @@ def test_an_error_in_propose_stays_as_it_is_and_gets_its_place(target: Target) -
     assert re.fullmatch(r"raised in Drafting\.propose \(test_broken_drafts\.py, line \d+\)", note)
 
 
+@pytest.fixture
+def passless(monkeypatch: pytest.MonkeyPatch) -> Target:
+    """A target that fails when it makes a pass."""
+    target = Target(tiny("llama"))
+    monkeypatch.setattr(target.model, "forward", lambda **inputs: pytest.fail("a pass was made"))
+    return target
+
+
 @pytest.mark.parametrize("layers", [None, 3, "last", ["2"], {1, 2}, [1.5], iter([1])])
-def test_layers_that_are_no_list_of_numbers_are_refused_before_any_pass(target: Target, layers: Any) -> None:
+def test_layers_that_are_no_list_of_numbers_are_refused(passless: Target, layers: Any) -> None:
     proposer = Drafting(lambda tree, _: tree)
     proposer.layers = layers
-    with pytest.raises(
-        TypeError, match=r"Drafting\.layers is .*; it is a list of numbers of hidden states, or \(\) for"
-    ):
-        stream(target, PROMPTS, proposer)
+    with pytest.raises(TypeError, match=r"Drafting\.layers is .*; it is a list of numbers"):
+        stream(passless, PROMPTS, proposer)
     with pytest.raises(TypeError, match=r"Drafting\.layers is "):
-        Engine(target, proposer)
+        Engine(passless, proposer)
 
 
-def test_layers_that_the_target_does_not_have_are_refused_before_any_pass(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proposer = Drafting(lambda tree, _: tree)
-    last = target.config.num_hidden_layers
+def test_layers_that_the_target_does_not_have_are_refused(target: Target, passless: Target) -> None:
+    proposer, last = Drafting(lambda tree, _: tree), target.config.num_hidden_layers
     for proposer.layers in ((0,), (last,), (-1,), (-last - 1,)):
         assert generate(target, PROMPTS, proposer, max_new_tokens=3)
-    monkeypatch.setattr(target.model, "forward", lambda **inputs: pytest.fail("a pass was made"))
     for layer in (last + 1, -last - 2):
         proposer.layers = (0, layer)
-        message = f"Drafting.layers has {layer}; the target's hidden states are 0 to {last}, which is also -1"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            generate(target, PROMPTS, proposer, max_new_tokens=3)
+        with pytest.raises(ValueError, match=rf"Drafting\.layers has {layer}; .* are 0 to {last}"):
+            generate(passless, PROMPTS, proposer, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("propose", [lambda step: None, lambda step, budget, more: None, 3])
-def test_propose_with_other_parameters_is_refused_before_any_pass(target: Target, propose: Any) -> None:
+def test_propose_with_other_parameters_is_refused(passless: Target, propose: Any) -> None:
     proposer = Drafting(lambda tree, _: tree)
     proposer.propose = propose  # type: ignore[method-assign]
-    with pytest.raises(
-        TypeError, match=r"Drafting\.propose is called with a step and a budget: propose\(step, budget\); "
-    ):
-        stream(target, PROMPTS, proposer)
+    with pytest.raises(TypeError, match=r"Drafting\.propose is called with a step and a budget"):
+        stream(passless, PROMPTS, proposer)

@@ -107,8 +107,7 @@ def test_a_renewed_row_keeps_nothing_of_the_old_one(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_drawing_row_by_row_equals_drawing_all_at_once(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = 25
+    generator, rows = torch.Generator().manual_seed(0), 25
     logits = torch.randn(rows, 1000, generator=generator).to(dtype)
     seeds = torch.randint(2**53, (rows,), generator=generator)
     sampling = Sampling(temperature=0.8, top_k=50, top_p=0.9)

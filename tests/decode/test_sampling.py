@@ -90,9 +90,9 @@ def test_probabilities_are_those_of_transformers_warpers() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     assert Sampling().probabilities(logits).tolist() == [[1, 0, 0, 0]]
     assert torch.allclose(Sampling(temperature=2.0).probabilities(logits), (logits.double() / 2).softmax(-1))
-    assert (Sampling(temperature=1, top_k=2).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(temperature=1, top_p=0.7).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
-    assert (Sampling(temperature=1, min_p=0.3).probabilities(logits) > 0).tolist() == [[True, True, False, False]]
+    for settings in ({"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.3}):
+        kept = Sampling(temperature=1, **settings).probabilities(logits) > 0
+        assert kept.tolist() == [[True, True, False, False]]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
@@ -113,21 +113,3 @@ def test_what_leaves_one_token_is_greedy(settings: dict[str, float], dtype: torc
     logits = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = Sampling(**{"temperature": 1.0, **settings}).probabilities(logits)
     assert torch.equal(found, Sampling().probabilities(logits))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -0.1}, "temperature is -0.1"),
-        ({"temperature": 1e-31}, "it must be 0 .greedy. or a positive number, at least 1e-30"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top-k is -1"),
-        ({"top_p": 0.0}, "top-p is 0.0"),
-        ({"top_p": 1.1}, "top-p is 1.1"),
-        ({"min_p": 2.0}, "min-p is 2.0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**settings)

@@ -45,12 +45,16 @@ def test_ancestors_and_depth_follow_the_parents() -> None:
                 assert tree.depth[row, node] == len(path) - 1 <= tree.height
 
 
+def assert_same_shape(tree: Tree, other: Tree) -> None:
+    for name in ("parents", "sizes", "ancestors", "depth"):
+        assert torch.equal(getattr(tree, name), getattr(other, name)), name
+
+
 def test_a_chain_is_a_tree() -> None:
     chain = Tree.chain([[5, 6, 7], [8]])
-    slow = Tree(chain.tokens, chain.parents, chain.sizes, chain.height)  # computes what `Tree.chain` knows beforehand
     assert chain.parents.tolist() == [[-1, 0, 1], [-1, -1, -1]]
-    assert torch.equal(chain.ancestors, slow.ancestors)
-    assert torch.equal(chain.depth, slow.depth)
+    # The other one computes what `Tree.chain` knows beforehand.
+    assert_same_shape(chain, Tree(chain.tokens, chain.parents, chain.sizes, chain.height))
 
 
 def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
@@ -103,43 +107,42 @@ def test_a_cut_chain_is_a_chain() -> None:
     chain = replace(chain, q=torch.rand(3, 4, 6))
     cut, expected = chain.cut([2, 5, 0]), Tree.chain([[5, 6, 7], [9, 3], [4]])
     assert cut.is_chain and cut.height == 2
-    for name in ("parents", "sizes", "ancestors", "depth"):
-        assert torch.equal(getattr(cut, name), getattr(expected, name)), name
+    assert_same_shape(cut, expected)
     assert torch.equal(cut.tokens[cut.real], expected.tokens[expected.real])
     assert cut.q is not None and chain.q is not None
     assert torch.equal(cut.q[cut.real], chain.q[:, : cut.width][cut.real])
 
 
+CHAIN, BUSH = Tree.chain([[1, 2, 3, 4, 5]]), tree_of_paths([1], [[[2, 3], [4]]])
+
+
+def make_pair(tokens: list[int], parents: list[int], size: int = 2) -> Tree:
+    return Tree(torch.tensor([tokens]), torch.tensor([parents]), torch.tensor([size]), height=2)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "parents", "sizes", "message"),
+    ("tree", "message"),
     [
-        ([[1, 2]], [[-1, 1]], [2], "parent before itself"),
-        ([[1, 2]], [[0, 0]], [2], "root and padding must have parent -1"),
-        ([[1, 2]], [[-1, -1]], [2], "parent before itself"),
-        ([[1, 2]], [[-1, 0]], [1], "padding must have parent -1"),
-        ([[1, 9]], [[-1, 0]], [2], "outside the vocabulary of 9"),
-        ([[1, -1]], [[-1, 0]], [2], "outside the vocabulary"),
-        ([[1, 2, 3]], [[-1, 0, 1]], [3], "budget of 2"),
-        ([[1, 2]], [[-1, 0]], [0], "has its root and at most"),
-        ([[1, 2], [1, 2]], [[-1, 0], [-1, 0]], [2, 2], "for 1 rows, they are"),
+        (make_pair([1, 2], [-1, 1]), "parent before itself"),
+        (make_pair([1, 2], [0, 0]), "root and padding must have parent -1"),
+        (make_pair([1, 2], [-1, -1]), "parent before itself"),
+        (make_pair([1, 2], [-1, 0], size=1), "padding must have parent -1"),
+        (make_pair([1, 9], [-1, 0]), "outside the vocabulary of 9"),
+        (make_pair([1, -1], [-1, 0]), "outside the vocabulary"),
+        (make_pair([1, 2], [-1, 0], size=0), "has its root and at most"),
+        (Tree.chain([[1] * 6]), "budget of 5"),
+        (Tree.chain([[1, 2], [1, 2]]), "for 1 rows, they are"),
+        (replace(CHAIN, height=1), "deeper than its height of"),
+        (replace(CHAIN, height=2), "deeper than its height of"),
+        (replace(BUSH, is_chain=True), "must be a chain"),
+        (replace(BUSH, q=torch.ones(1, 4, 9)), "must be a chain"),  # only chains are sampled
     ],
 )
-def test_invalid_trees_are_refused(tokens: list, parents: list, sizes: list, message: str) -> None:
-    tree = Tree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(sizes), height=2)
+def test_invalid_trees_are_refused(tree: Tree, message: str) -> None:
+    for valid in (CHAIN, BUSH):
+        valid.check(batch=1, budget=5, vocabulary=9)
     with pytest.raises(ValueError, match=message):
-        tree.check(batch=1, budget=2, vocabulary=9)
-
-
-def test_a_wrong_height_or_chain_flag_is_refused() -> None:
-    tree = Tree.chain([[1, 2, 3, 4, 5]])
-    for flat in (replace(tree, height=1), replace(tree, height=2)):
-        with pytest.raises(ValueError, match="deeper than its height of"):
-            flat.check(1, 9, 9)
-    bush = tree_of_paths([1], [[[2, 3], [4]]])
-    bush.check(1, 9, 9)
-    for wrong in (replace(bush, is_chain=True), replace(bush, q=torch.ones(1, 4, 9))):  # only chains are sampled
-        with pytest.raises(ValueError, match="must be a chain"):
-            wrong.check(1, 9, 9)
+        tree.check(batch=1, budget=5, vocabulary=9)
 
 
 def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:

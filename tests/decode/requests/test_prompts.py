@@ -81,33 +81,33 @@ TAKEN: dict[str, tuple[Any, list[list[int]]]] = {  # the prompts, and the token 
     "one of each kind": (MIXED, [USER, WRAPPED, A, B]),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "bytes": (b"ab", "a prompt is text, a list of chat messages, token ids, .* not b'ab' \\(bytes\\)"),
+    "bytes": (b"ab", "not b'ab' \\(bytes\\)"),
     "a set": ({5, 6}, "not {5, 6} \\(set\\)"),
     "a generator": ((each for each in A), "generator"),
     "nothing": (None, "not None"),
     "a number in a tensor": (torch.tensor(5), "not tensor\\(5\\)"),
     "a fraction": ([1.5, 2.0], "not 1.5 \\(float\\)"),
     "truth values": ([True, False], "not True \\(bool\\)"),
-    "a tensor of truth values": (torch.tensor([[True, False]]), "the tokens of prompt 0 are whole numbers, not True"),
-    "a text among ids": ([5, "a"], "the tokens of the prompt are whole numbers, not 'a'"),
+    "a tensor of truth values": (torch.tensor([[True, False]]), "whole numbers, not True"),
+    "a text among ids": ([5, "a"], "whole numbers, not 'a'"),
     "an empty list": ([], "the prompt is empty"),
     "an empty tensor": (torch.zeros(1, 0, dtype=torch.long), "prompt 0 is empty"),
     "empty text among texts": (["ab", ""], "prompt 1 is empty"),
     "half a character": ("ab\ud800", "surrogates not allowed"),
-    "lists of lists of ids": ([[A, B]], "the tokens of prompt 0 are whole numbers, not \\[5, 6, 7, 8\\]"),
-    "one message": (CHAT[0], "a list of chat messages, .* not a dict with 'role', 'content'"),
-    "a row of a file": ([{"from": "human", "value": "ab"}], 'message 0 of the prompt is a dict with "role"'),
-    "an image": ([{"role": "user", "content": [PIXELS]}], "a part of message 0 .* not {'type': 'image'"),
-    "no content": ([{"role": "user", "content": None}], "the content of message 0 of the prompt is text, .* not None"),
-    "a mask with a hole": ({"input_ids": A, "attention_mask": [1, 0, 1, 1]}, "attention_mask .* hides tokens inside"),
-    "a mask of other rows": (tensors(input_ids=[A, A], attention_mask=[[1] * 4]), "attention_mask .* another shape"),
-    "a mask of biases": ({"input_ids": A, "attention_mask": [0, 0, 0, -1e9]}, "values other than 0 and 1"),
+    "lists of lists of ids": ([[A, B]], "whole numbers, not \\[5, 6, 7, 8\\]"),
+    "one message": (CHAT[0], "not a dict with 'role', 'content'"),
+    "a row of a file": ([{"from": "human", "value": "ab"}], "message 0 of the prompt"),
+    "an image": ([{"role": "user", "content": [PIXELS]}], "a part of message 0"),
+    "no content": ([{"role": "user", "content": None}], "the content of message 0"),
+    "a mask with a hole": ({"input_ids": A, "attention_mask": [1, 0, 1, 1]}, "hides tokens inside"),
+    "a mask of other rows": (tensors(input_ids=[A, A], attention_mask=[[1] * 4]), "another shape"),
+    "a mask of biases": ({"input_ids": A, "attention_mask": [0, 0, 0, -1e9]}, "other than 0 and 1"),
     "nothing but padding": (tensors(input_ids=[A, A], attention_mask=[[1] * 4, [0] * 4]), "is empty"),
     "pixels": ({"input_ids": A, "pixel_values": torch.zeros(3)}, "pixel_values of the prompt would be ignored"),
-    "token types": (tensors(input_ids=[A], token_type_ids=[[0, 0, 1, 1]]), "token_type_ids of the prompt would be"),
+    "token types": (tensors(input_ids=[A], token_type_ids=[[0, 0, 1, 1]]), "token_type_ids of the prompt"),
     "a mask without ids": ({"attention_mask": [1, 1]}, "not a dict with 'attention_mask'"),
-    "a negative id": ([5, -100], "prompt 0 has token -100; the model's vocabulary is 0 to"),
-    "an id past the vocabulary": ([A, [5, 4000]], "prompt 1 has token 4000; the model's vocabulary is 0 to"),
+    "a negative id": ([5, -100], "prompt 0 has token -100"),
+    "an id past the vocabulary": ([A, [5, 4000]], "prompt 1 has token 4000"),
 }
 
 
@@ -156,27 +156,25 @@ def test_the_chat_template_wraps_text_and_messages(prompt: Any, template: Any, c
     assert encode(prompt, tokenizer, chat) == tokenizer(text)["input_ids"]
 
 
+NO_ROLES = "{{ raise_exception('roles must alternate') }}"
+
+
 @pytest.mark.parametrize(
-    ("prompt", "make", "chat", "message"),
+    ("prompt", "tokenizer", "chat", "message"),
     [
-        ("ab", lambda: None, None, "has no tokenizer"),
-        ("ab", build_tokenizer, True, "no chat template"),
-        (CHAT, build_tokenizer, None, "no chat template"),
-        ("ab", lambda: build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
-        (["ab", "c"], build_tokenizer, None, "one prompt is expected, and 2 are given"),
-        (
-            CHAT,
-            lambda: build_tokenizer(template="{{ raise_exception('roles must alternate') }}"),
-            None,
-            "the chat template cannot render these messages: roles must alternate",
-        ),
+        ("ab", None, None, "has no tokenizer"),
+        ("ab", build_tokenizer(), True, "no chat template"),
+        (CHAT, build_tokenizer(), None, "no chat template"),
+        ("ab", build_tokenizer(template="{{ '' }}"), None, "has no tokens"),
+        (["ab", "c"], build_tokenizer(), None, "one prompt is expected, and 2 are given"),
+        (CHAT, build_tokenizer(template=NO_ROLES), None, "cannot render these messages: roles must alternate"),
     ],
 )
 def test_text_without_its_tokenizer_or_template_is_refused(
-    prompt: Any, make: Callable[[], Any], chat: bool | None, message: str
+    prompt: Any, tokenizer: Any, chat: bool | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        encode(prompt, make(), chat)
+        encode(prompt, tokenizer, chat)
 
 
 # Text that was rendered before
@@ -194,24 +192,21 @@ def with_bos() -> PreTrainedTokenizerFast:
     ("text", "chat", "message"),
     [
         ("<|user|>ab<|a|>", None, "begins with '<|user|>', as if the chat template had been applied"),
-        ("<end><|system|>ab", True, "begins with '<end>', as if the chat template had been applied"),
-        ("\n<pad>ab", True, "begins with '<pad>'"),
+        ("\n<end><|system|>ab", True, "begins with '<end>', as if"),
         ("<end>ab", False, "begins with '<end>', which the tokenizer adds too"),
         ("<|user|>ab<|a|>", False, None),
         ("ab <|user|>", None, None),
         (" ", None, None),
-        (["ab"], None, None),
     ],
 )
 def test_text_that_was_rendered_before_is_warned_of_once(
-    target: Target, text: Any, chat: bool | None, message: str | None
+    target: Target, text: str, chat: bool | None, message: str | None
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        stream(Target(target.model, with_bos()), [text] * 3 if isinstance(text, str) else text, None, chat=chat)
+        stream(Target(target.model, with_bos()), [text] * 3, None, chat=chat)
     found = [text for each in caught if (text := str(each.message)).startswith("the prompt begins")]
-    assert len(found) == (message is not None)
-    assert message is None or message in found[0]
+    assert len(found) == (message is not None) and (message or "") in "".join(found)
 
 
 # Settings
@@ -247,33 +242,6 @@ def test_other_settings_are_taken(target: Target, settings: dict[str, Any]) -> N
     assert ask(target, A, **settings)[0].tokens == ask(target, A)[0].tokens
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "stop ids as texts": ({"stop_ids": ["11"]}, "stop_ids are whole numbers, not '11' \\(str\\)"),
-    "rows of stop ids": ({"stop_ids": torch.tensor([[11]])}, "stop_ids are whole numbers, not \\[11\\]"),
-    "a negative stop id": ({"stop_ids": [-1]}, "stop_ids have -1; the model's vocabulary is 0 to"),
-    "too many": ({"request_ids": torch.tensor([1, 2])}, "1 prompts need as many different request_ids.*\\[1, 2\\]"),
-    "a set of them": ({"request_ids": {0}}, "1 prompts need as many different request_ids"),
-    "one of them twice": ({"prompts": [A, B], "request_ids": [4, 4]}, "2 prompts need as many different request_ids"),
-    "too large a one": ({"request_ids": [1 << 63]}, "request_ids are numbers from 0 to"),
-    "a negative one": ({"request_ids": [np.int64(-1)]}, "request_ids are numbers from 0 to"),
-    "a fraction of tokens": ({"max_new_tokens": 10.0}, "max_new_tokens is 10.0; it must be a whole number"),
-    "half a batch": ({"batch_size": 1.5}, "batch_size is 1.5; it must be a whole number"),
-    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-    "an empty batch": ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-    "too many nodes": ({"nodes": np.int64(4000)}, "nodes is 4000; a tree has its root and at most"),
-    "an empty stop text": ({"stop": ["a", ""]}, "stop string is empty"),
-    "a stop text of bytes": ({"stop": b"ab"}, "stop is a string or a list of strings, not b'ab'"),
-    "stop ids in stop": ({"stop": [5]}, "stop is a string or a list of strings, not \\[5\\]"),
-    "an array of stop texts": ({"stop": np.array(["ab", "c"])}, "stop is a string or a list of strings"),
-    "a temperature": ({"sampling": 0.7}, "sampling is a float; .* Sampling\\(temperature=0.7\\)"),
-    "chat as text": ({"chat": "no"}, "chat is 'no'; it is True, False or None"),
-    "criteria of transformers": ({"criterion": StoppingCriteriaList()}, "criterion is a function of a request id"),
-    "a class": ({"proposer": NGramProposer}, "the proposer is the class NGramProposer, .* give NGramProposer\\(\\)"),
-    "sampling as a proposer": ({"proposer": Sampling()}, "is a Sampling, which has no layers.*; give sampling="),
-    "a function": ({"proposer": load_proposer}, "has no layers and no propose; give load_proposer\\(name, target\\)"),
-}
-
-
 class Layerless:
     """A proposer that is not finished."""
 
@@ -282,6 +250,35 @@ class Layerless:
 
 class Silent:
     layers = ()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "stop ids as texts": ({"stop_ids": ["11"]}, "stop_ids are whole numbers, not '11'"),
+    "rows of stop ids": ({"stop_ids": torch.tensor([[11]])}, "stop_ids are whole numbers"),
+    "a negative stop id": ({"stop_ids": [-1]}, "stop_ids have -1"),
+    "too many": ({"request_ids": torch.tensor([1, 2])}, "1 prompts need as many different request_ids"),
+    "a set of them": ({"request_ids": {0}}, "1 prompts need as many"),
+    "one of them twice": ({"prompts": [A, B], "request_ids": [4, 4]}, "2 prompts need as many"),
+    "too large a one": ({"request_ids": [1 << 63]}, "request_ids are numbers from 0 to"),
+    "a negative one": ({"request_ids": [np.int64(-1)]}, "request_ids are numbers from 0 to"),
+    "a fraction of tokens": ({"max_new_tokens": 10.0}, "max_new_tokens is 10.0; it must be a whole number"),
+    "half a batch": ({"batch_size": 1.5}, "batch_size is 1.5"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+    "an empty batch": ({"batch_size": 0}, "batch_size is 0"),
+    "too many nodes": ({"nodes": np.int64(4000)}, "nodes is 4000"),
+    "an empty stop text": ({"stop": ["a", ""]}, "stop string is empty"),
+    "a stop text of bytes": ({"stop": b"ab"}, "not b'ab'"),
+    "stop ids in stop": ({"stop": [5]}, "stop is a string or a list of strings"),
+    "an array of stop texts": ({"stop": np.array(["ab", "c"])}, "stop is a string or a list of strings"),
+    "a temperature": ({"sampling": 0.7}, "Sampling\\(temperature=0.7\\)"),
+    "chat as text": ({"chat": "no"}, "chat is 'no'"),
+    "criteria of transformers": ({"criterion": StoppingCriteriaList()}, "criterion is a function"),
+    "a class": ({"proposer": NGramProposer}, "give NGramProposer\\(\\)"),
+    "sampling as a proposer": ({"proposer": Sampling()}, "give sampling="),
+    "a function": ({"proposer": load_proposer}, "give load_proposer\\(name, target\\)"),
+    "no layers": ({"proposer": Layerless()}, "^Layerless has no layers; write `layers = "),
+    "no method": ({"proposer": Silent()}, "^Silent has no propose; write `def propose"),
+}
 
 
 WRONG |= {
@@ -297,98 +294,75 @@ def test_other_settings_are_refused_by_name(target: Target, name: str) -> None:
         stream(**{"target": target, "prompts": A, "proposer": None, **settings})
 
 
-UNKNOWN: list[tuple[Callable[..., Any], tuple[Any, ...], str, str]] = [  # call, arguments, unknown one, message
-    (generate, (A,), "max_tokens", "generate has no argument 'max_tokens'; did you mean max_new_tokens=...?"),
-    (stream, (A,), "max_tokens", "stream has no argument 'max_tokens'; did you mean max_new_tokens=...?"),
-    (generate, (A,), "max_new_token", "did you mean max_new_tokens=...?"),
-    (generate, (A,), "temperature", "did you mean sampling=Sampling(temperature=...)?"),
-    (generate, (A,), "temprature", "did you mean sampling=Sampling(temperature=...)?"),
-    (stream, (A,), "top_p", "did you mean sampling=Sampling(top_p=...)?"),
-    (generate, (A,), "stop_strings", "did you mean stop=...?"),
-    (generate, (A,), "eos_token_id", "did you mean stop_ids=...?"),
-    (generate, (A,), "logprobs", "did you mean log_probs=...?"),
-    (generate, (), "prompt", "did you mean prompts=...?"),
-    (generate, (A,), "head", "did you mean proposer=load_proposer(name, target, head=...)?"),
-    (generate, (A,), "device", "did you mean Target.load(name, device=...)?"),
-    (
-        generate,
-        (A,),
-        "zebra",
-        "generate has no argument 'zebra'; it has target, prompts, proposer, batch_size, request",
-    ),
-    (Engine, (), "batch_size", "Engine has no argument 'batch_size'; did you mean rows=...?"),
-    (
-        lambda target, **given: Engine(target, None).add(A, **given),
-        (),
-        "max_tokens",
-        "Engine.add has no argument 'max_t",
-    ),
-    (lambda target, **given: Engine(target, None).add(A, **given), (), "is_alone", "Engine.add has no argument 'is_al"),
-    (lambda target, **given: Target.load(**given), (), "torch_dtype", "Target.load has no argument 'torch_dtype'; did"),
-    (lambda target, **given: Target.load(**given), (), "model", "did you mean name=...?"),
-    (
-        lambda target, **given: Target(target.model, **given),
-        (),
-        "accelerated",
-        "Target has no argument 'accelerated'; did",
-    ),
-    (
-        lambda target, **given: load_proposer("ngram", target, **given),
-        (),
-        "draft",
-        "load_proposer has no argument 'draft'",
-    ),
+def add(target: Target, **given: Any) -> Any:
+    return Engine(target, None).add(A, **given)
+
+
+def build(target: Target, **given: Any) -> Any:
+    return Target(target.model, **given)
+
+
+def load_model(target: Target, **given: Any) -> Any:
+    return Target.load(**given)
+
+
+def draft(target: Target, **given: Any) -> Any:
+    return load_proposer("ngram", target, **given)
+
+
+UNKNOWN: list[tuple[Callable[..., Any], str, str]] = [  # call, an argument that it does not have, message
+    (generate, "max_tokens", "generate has no argument 'max_tokens'; did you mean max_new_tokens=...?"),
+    (stream, "max_new_token", "stream has no argument 'max_new_token'; did you mean max_new_tokens=...?"),
+    (generate, "temprature", "sampling=Sampling(temperature=...)?"),
+    (generate, "stop_strings", "did you mean stop=...?"),
+    (generate, "eos_token_id", "did you mean stop_ids=...?"),
+    (generate, "head", "did you mean proposer=load_proposer(name, target, head=...)?"),
+    (generate, "device", "did you mean Target.load(name, device=...)?"),
+    (generate, "zebra", "generate has no argument 'zebra'; it has target, prompts, proposer, batch_size, request"),
+    (Engine, "batch_size", "Engine has no argument 'batch_size'; did you mean rows=...?"),
+    (add, "temperature", "Engine.add has no argument 'temperature'; did you mean sampling=Sampling"),
+    (add, "is_alone", "Engine.add has no argument 'is_alone'"),
+    (load_model, "torch_dtype", "Target.load has no argument 'torch_dtype'"),
+    (load_model, "model", "did you mean name=...?"),
+    (build, "accelerated", "Target has no argument 'accelerated'"),
+    (draft, "draft", "load_proposer has no argument 'draft'"),
 ]
 
 
-@pytest.mark.parametrize(("call", "arguments", "name", "message"), UNKNOWN)
+@pytest.mark.parametrize(("call", "name", "message"), UNKNOWN)
 def test_an_unknown_argument_is_refused_with_the_one_that_was_meant(
-    target: Target, call: Callable[..., Any], arguments: tuple[Any, ...], name: str, message: str
+    target: Target, call: Callable[..., Any], name: str, message: str
 ) -> None:
+    prompts = [A] if call in (generate, stream) else []
     with pytest.raises(TypeError, match=re.escape(message)):
-        call(target, *arguments, **{name: 10})
+        call(target, *prompts, **{name: 10})
 
 
 def test_every_argument_of_the_signature_is_taken(target: Target) -> None:
     """The defaults that `help` shows, each given by its name."""
     for call in (generate, stream):
-        given = {
-            name: each.default for name, each in signature(call).parameters.items() if each.default is not each.empty
-        }
+        named = signature(call).parameters.items()
+        given = {name: each.default for name, each in named if each.default is not each.empty}
         assert call(target, A, **{**given, "proposer": None}), call
     settings = {name: each for name, each in given.items() if name in SETTINGS}
     assert len(settings) == len(SETTINGS)
     assert Engine(target, None).add(A, **settings).limits.max_new_tokens == 256
 
 
-def test_a_model_in_the_wrong_place_gets_the_right_call(target: Target) -> None:
-    for model in (target, target.model):
-        with pytest.raises(TypeError, match=r'give load_proposer\("draft", target, draft_model=...\)'):
-            stream(target, A, model)
-    wrong: list[tuple[Any, str]] = [
-        (target.model, "the target is a LlamaForCausalLM; give Target\\(model, tokenizer\\)"),
-        ((target.model, TOKENIZER), "the target is a tuple; give Target\\(model, tokenizer\\)"),
-        (Target, "the target is the class Target; give Target.load\\(name\\) or Target"),
-        ("folder", "the target is a str; give Target.load\\('folder'\\)"),
-    ]
-    for model, message in wrong:
-        with pytest.raises(TypeError, match=message):
-            generate(model, A, None)
-        with pytest.raises(TypeError, match=message):
-            load_proposer("ngram", model)
-
-
-def test_swapped_arguments_get_the_right_order(target: Target) -> None:
-    wrong: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
-        (generate, ("Hi", target), "generate(target, 'Hi')"),
-        (stream, ("Hi", target, "ngram"), "stream(target, 'Hi')"),
-        (generate, (["Hi"], target), "generate(target, prompts)"),
-        (stream, (A, target), "stream(target, prompts)"),
-        (load_proposer, (target, "ngram"), "load_proposer('ngram', target)"),
-        (load_proposer, (target, Path("head")), "load_proposer('head', target)"),
-    ]
-    for call, arguments, right in wrong:
-        with pytest.raises(TypeError, match=re.escape(f"; give {right}") + "$"):
+def test_arguments_in_the_wrong_place_get_the_right_call(target: Target) -> None:
+    for call, arguments, right in (
+        (generate, (target.model, A, None), "the target is a LlamaForCausalLM; give Target(model, tokenizer)"),
+        (load_proposer, ("ngram", (target.model, TOKENIZER)), "the target is a tuple; give Target(model, tokenizer)"),
+        (generate, (Target, A, None), "the target is the class Target; give Target.load(name) or Target"),
+        (load_proposer, ("ngram", "folder"), "the target is a str; give Target.load('folder')"),
+        (stream, (target, A, target), 'give load_proposer("draft", target, draft_model=...)'),
+        (stream, (target, A, target.model), 'give load_proposer("draft", target, draft_model=...)'),
+        (generate, ("Hi", target), "; give generate(target, 'Hi')"),
+        (stream, ("Hi", target, "ngram"), "; give stream(target, 'Hi')"),
+        (generate, (["Hi"], target), "; give generate(target, prompts)"),
+        (load_proposer, (target, Path("head")), "; give load_proposer('head', target)"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(right)):
             call(*arguments)
 
 

@@ -117,29 +117,6 @@ def test_a_character_comes_with_its_last_byte() -> None:
     assert stream(INSIDE) == ["A", "投", ""]  # "A" is not held back
 
 
-def test_pieces_of_random_tokens_add_up_to_the_decoded_text() -> None:
-    generator, broken = random.Random(0), 0
-    for case in range(200):
-        ids = [generator.randrange(len(TOKENIZER)) for _ in range(generator.randrange(1, 40))]
-        if case % 2:  # complete characters between random tokens
-            ids[len(ids) // 2 : len(ids) // 2] = tokenize("👩\u200d👩\u200d👧 投機 a")
-        whole = TOKENIZER.decode(ids, skip_special_tokens=True)
-        assert "".join(stream(ids)) in (whole, whole.removesuffix(BROKEN)), (case, ids)
-        broken += BROKEN in whole
-    assert broken > 30  # invalid bytes stay as the tokenizer decodes them
-
-
-def test_random_words_with_byte_fallback() -> None:
-    tokenizer, generator = sentencepiece(), random.Random(0)
-    words = ["▁a", "▁b", "a", "ab", "▁", "▁投", "é", "<end>", "🧪", "機"]
-    for case in range(200):
-        ids = []
-        for word in generator.choices(words, k=generator.randrange(1, 30)):
-            pieces = [f"<0x{byte:02X}>" for byte in word.encode()] if word in "🧪機" else [word]
-            ids += tokenizer.convert_tokens_to_ids(pieces)
-        assert "".join(stream(ids, (), tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True), (case, ids)
-
-
 # Stop strings
 
 STOPS: list[tuple[str, list[str], str]] = [
