@@ -18,14 +18,13 @@ from decode.arguments import naming_arguments
 from decode.costs import CostCurve
 from decode.given_proposer import as_proposer, check_proposer
 from decode.loop import Batch
-from decode.prefixes import Prefixes
+from decode.prefill import ALIKE, Prefixes
 from decode.proposer import Proposer, find_member
 from decode.reading import Reading
 from decode.request import Request, read_nodes, read_requests
 from decode.requests.answer import Chunk
 from decode.requests.numbers import read_count, read_whole
 from decode.requests.text import Prompt
-from decode.session import ALIKE
 from decode.target import Target, check_target
 from decode.trees.accept import AcceptanceRule, accept, accept_lossily
 

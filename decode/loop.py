@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from decode.devices.transfer import Upload, list_numbers, waits
-from decode.prefixes import Prefixes, Text
+from decode.prefill import Prefixes, Read, Text
 from decode.proposer import Drafting, Proposer, Step, join_rows
 from decode.reading import Reading
 from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs, Seconds, Stats
-from decode.session import Inputs, Read, Session, Verdict
+from decode.session import Inputs, Session, Verdict
 from decode.target import Target
 from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.trees.noise import KEY_NAMES, row_keys

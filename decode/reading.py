@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.prefixes import Text
+from decode.prefill import Fuse, Read, Text, find_unique, read_in_parts
 from decode.request import Request
 from decode.requests.answer import Seconds
-from decode.session import Fuse, Inputs, Read, Session, find_unique
+from decode.session import Inputs, Session
 
 
 class Reading:
@@ -49,7 +49,7 @@ class Reading:
         self._unread = [prompt[length:] for prompt, length in zip(prompts, self.session.lengths, strict=True)]
         if self._inputs is not None:
             self._unread = self._inputs.begin(self.session)
-        self._parts = self.session.read(self._unread, fuse, most)
+        self._parts = read_in_parts(self.session, self._unread, fuse, most)
         self.seconds.lap("target")
 
     @property

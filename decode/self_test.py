@@ -18,7 +18,8 @@ from transformers import DynamicCache
 
 from decode.models.compatibility import ATTENDING, AttentionWindow, find_input_scales
 from decode.models.stock_model import StockModel, capture_features, find_decoder
-from decode.session import Session, run_through
+from decode.prefill import read_texts
+from decode.session import Session
 from decode.trees.tree import Tree
 from decode.weights.layers import BAD_WEIGHT, PackedLayer, find_bad_weight
 
@@ -216,7 +217,7 @@ def _measure_chain_errors(target: StockModel, others: int = 1, layer: int | None
     texts = [[*prompt, *tokens.tolist()]] + [[*prompt[3:], *tokens.tolist()]] * others
     plain = [_compute(target, torch.tensor([text]), layer)[0].float() for text in texts]
     session = Session(target, len(texts), () if layer is None else (layer,))
-    run_through(session.read([text[: -len(tokens)] for text in texts]))
+    read_texts(session, [text[: -len(tokens)] for text in texts])
     errors, left = [], len(tokens)
     for count, wrong in ((2, 3), (1, 0), (1, 0), (3, 2), (3, 0)):  # accepted and rejected nodes; the third goes alone
         right = [text[-left:][:count] for text in texts]

@@ -5,31 +5,24 @@ Shapes: B rows, N nodes, T tokens (padded to the longest row), V vocabulary, H h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from decode.devices.transfer import Upload, copy_packed, waits
 from decode.kv_cache import KVCache
 from decode.models.stock_model import StockModel, capture_features
-from decode.recurrent import EVERY, States
+from decode.recurrent import States
 from decode.trees.masks import tree_masks
 from decode.trees.sampling import Sampling
 from decode.trees.tree import Tree
 
-CHUNK = 512  # tokens of a row in a forward pass of a prefill, if not more pay (`choose_chunk`)
-MASK_BYTES = 1 << 28  # of a mask in it
-GROUP = 16  # rows of a prefill at most ...
-ALIKE = 32  # ... whose lengths differ by less than this, because padding costs as much as tokens
-Fuse: TypeAlias = Callable[[Tensor], Tensor]  # from features [B, T, F] to what a proposer needs of them, [B, T, *]
-# The logits after each prompt [B, V], and its tokens' features [B, T, *].
-Read: TypeAlias = tuple[Tensor, Tensor | None]
+LONG_CHAIN = 512  # nodes for which a mask takes longer than hiding later ones
 
 
 @dataclass(frozen=True)
@@ -169,15 +162,17 @@ class Session:
             raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
         self._upload = None  # it lacks the given tokens
         for row in [] if start else states.list_behind(only_roots=tree.width == 1):
-            self._commit_given(states, row)
+            self.commit_given(row)
         replay = states.begin(tree, start, only)
         verdict = self._compute(replay.tree, replay.start, replay.only)
         if not start:
             states.learn()
         return Verdict(*replay.take(verdict.logits, verdict.features))
 
-    def _commit_given(self, states: States, row: int) -> None:
-        """Commit a row's given tokens by a pass of its own."""
+    def commit_given(self, row: int) -> None:
+        """Commit the tokens by a pass of their own that a row's states have not seen."""
+        states = self.states
+        assert states is not None
         inputs = None if self.inputs is None else self.inputs.select([row])
         part = Session(self.target, 1, states=states.view(row), inputs=inputs)
         part.verify(Tree.chain([states.given[row]]), only=[0])
@@ -276,74 +271,8 @@ class Session:
         if not any(lengths):
             return width > 1
         is_alike = min(lengths) == max(lengths) and target.facts.sees_all
-        is_faster = width == 1 or width >= CHUNK or bool(target.backend.count_seen(lengths))
+        is_faster = width == 1 or width >= LONG_CHAIN or bool(target.backend.count_seen(lengths))
         return target.sees_texts_whole and is_alike and is_faster
-
-    def extend(self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
-        """`read` without a pause; equal texts are read once."""
-        unique, sources = find_unique(tokens)
-        if len(unique) == len(tokens) or any(self.lengths) or self.inputs is not None:
-            return run_through(self.read(tokens, fuse))
-        part = self.open(len(unique))
-        logits, features = run_through(part.read(unique, fuse))
-        self.replace(range(len(tokens)), part, sources)
-        return logits[sources], None if features is None else features[sources]
-
-    def read(
-        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
-    ) -> Generator[None, None, Read]:
-        """Commit tokens at the end of each row, at least one each. Yields between passes over some tokens of each.
-
-        Returns the logits after each row's last token [B, V], and the features of all new tokens [B, T, F], or what
-        `fuse` makes of them, pass by pass. Rows with tokens of different lengths are read in groups. After it, no row
-        has given tokens. most: tokens of all rows in a pass; None takes as many as are fastest.
-        """
-        counts = [*map(add, self.count_given(), map(len, tokens))]
-        all_rows = [*range(len(tokens))]
-        groups = [all_rows] if max(counts) < ALIKE else group_by_length(counts, ALIKE if self.states is None else 1)
-        if len(groups) == 1 and self.steps is None:
-            return (yield from self._read_group(tokens, fuse, most))
-        logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
-        for rows in groups:
-            part = self.open(0)
-            part.join(self, rows)
-            found, states = yield from part.read([tokens[row] for row in rows], fuse, most)
-            self.replace(rows, part, range(len(rows)))
-            for place, row in enumerate(rows):
-                logits[row] = found[place]
-                if states is not None:
-                    features[row] = states[place, : len(tokens[row])]
-        return torch.stack(logits), pad_sequence(features, batch_first=True) if self.layers else None
-
-    def _read_group(
-        self, tokens: Sequence[Sequence[int]], fuse: Fuse | None, most: int | None
-    ) -> Generator[None, None, Read]:
-        logits: list[Tensor] = [torch.empty(0)] * len(tokens)
-        longest, features = max(map(len, tokens)), torch.empty(0)
-        chunk = choose_chunk(self.target, len(tokens), longest + max(self.lengths))
-        chunk = chunk if most is None else min(chunk, max(most // len(tokens), 1))
-        if self.states is not None and self.keeps_beginnings and not self.target.backend.pass_tokens:
-            chunk = min(chunk, EVERY)  # longer passes are not faster there
-        for begin in range(0, longest, chunk):
-            if begin:
-                yield
-            parts = [each[begin : begin + chunk] for each in tokens]
-            ending = [row for row, part in enumerate(parts) if part and begin + len(part) == len(tokens[row])]
-            last = sorted({len(parts[row]) - 1 for row in ending}) or [0]  # a model computes at least one position
-            verdict = self.verify(Tree.chain(parts), only=last)
-            self.keep([range(len(part)) for part in parts])
-            for row in ending:
-                logits[row] = verdict.logits[row, last.index(len(parts[row]) - 1)]
-            if verdict.features is not None:
-                part = verdict.features if fuse is None else fuse(verdict.features)
-                if begin == 0:  # all at once: joining parts would need twice the memory
-                    features = part.new_empty(len(tokens), longest, part.shape[2])
-                features[:, begin : begin + chunk] = part
-            del verdict
-        for row, count in enumerate(self.count_given()):
-            if count and self.states is not None:
-                self._commit_given(self.states, row)
-        return torch.stack(logits), features if self.layers else None
 
     def keep(self, path: Sequence[Sequence[int]]) -> None:
         """Commit the nodes of each row's path, root first, and forget the rest of the tree."""
@@ -436,44 +365,3 @@ def _flatten(inputs: Any, real: Tensor) -> Any:
     if isinstance(inputs, dict):
         return {name: _flatten(each, real) for name, each in inputs.items()}
     return inputs[:, 0][real][None, None] if inputs.dim() == 4 else inputs[real][None]
-
-
-def choose_chunk(target: StockModel, rows: int, longest: int) -> int:
-    """The tokens of each row in a forward pass of a prefill, after which `longest` tokens are committed.
-
-    On a CPU, longer passes are not faster. A GPU needs them long; its memory for a mask limits them, which is repeated
-    for the heads of a group.
-    """
-    largest = target.backend.pass_tokens
-    if target.sees_texts_whole and target.facts.sees_all:
-        return max(CHUNK, largest // rows)
-    heads = getattr(target.config, "num_attention_heads", 0)  # 0: no layer attends
-    repeats = heads // (getattr(target.config, "num_key_value_heads", None) or max(heads, 1)) or 1
-    return max(CHUNK, min(largest, MASK_BYTES // (longest * target.dtype.itemsize * repeats)) // rows)
-
-
-def run_through(reading: Generator[None, None, Read]) -> Read:
-    """The result of a reading, without a pause."""
-    while True:
-        try:
-            next(reading)
-        except StopIteration as end:
-            result: Read = end.value
-            return result
-
-
-def group_by_length(lengths: Sequence[int], alike: int) -> list[list[int]]:
-    """The indices of texts of these lengths; lengths in a group differ by less than `alike`."""
-    groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or len(groups[-1]) == GROUP or lengths[row] - lengths[groups[-1][0]] >= alike:
-            groups.append([])
-        groups[-1].append(row)
-    return groups
-
-
-def find_unique(texts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """The texts without repetitions, and for each text its index among these."""
-    unique: dict[tuple[int, ...], int] = {}
-    sources = [unique.setdefault(tuple(text), len(unique)) for text in texts]
-    return [*map(list, unique)], sources

@@ -29,7 +29,8 @@ from decode.cpu.layer_kernel import (
 )
 from decode.devices.user_cache import print_notice_once
 from decode.models.stock_model import StockModel, find_decoder
-from decode.session import Session, run_through
+from decode.prefill import read_texts
+from decode.session import Session
 from decode.trees.tree import Tree
 
 # The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
@@ -171,7 +172,7 @@ def _start_sessions(target: StockModel) -> list[Session]:
     Three tokens are computed, once, so that no two layers and rows have the same cache.
     """
     computed, sessions = Session(target, TRIALS[0][0]), []
-    run_through(computed.read([[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])]))
+    read_texts(computed, [[row + 1, row + 2, row + 3] for row in range(TRIALS[0][0])])
     for rows, _, committed in TRIALS:
         computed.select(range(rows))
         session = computed.open(rows)

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.hf.kv_states import load_cache
 from decode.hf.prompts import PLACEHOLDER, Prompts
-from decode.session import Read, Session
+from decode.prefill import Read
+from decode.session import Session
 
 
 class GenerateCall:

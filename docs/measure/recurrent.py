@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from decode import Session, Target, Tree, generate
 from decode.costs import fill, random_chain, time_pass
-from decode.session import run_through
+from decode.prefill import read_texts
 from proposers import NGramProposer
 from scripts.benchmark.files import find_commit
 
@@ -96,7 +96,7 @@ def time_begin(session: Session) -> float:
 
 def count_state_bytes(target: Target) -> int:
     session = target.open(1)
-    run_through(session.read([[5, 6, 7]]))
+    read_texts(session, [[5, 6, 7]])
     return session.count_state_bytes(0)
 
 
@@ -125,7 +125,7 @@ def compare_rules(dtype: torch.dtype) -> dict[str, float]:
         text = torch.randint(target.vocabulary, (44,), generator=generator).tolist()
         one, other = target.open(1), target.open(1)
         for session in (one, other):
-            run_through(session.read([text[:-4]]))
+            read_texts(session, [text[:-4]])
         chain, single = one.verify(Tree.chain([text[-4:]])).logits[0], []
         for token in text[-4:]:
             single.append(other.verify(Tree.chain([[token]])).logits[0, 0])

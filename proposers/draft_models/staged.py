@@ -15,10 +15,9 @@ import torch
 
 from decode import Engine, Proposer, Sampling, Session, Step, Target, Tree
 from decode.devices.transfer import read
-from decode.prefixes import Text
+from decode.prefill import Text, read_texts
 from decode.request import Request
 from decode.requests.answer import LogProbs
-from decode.session import run_through
 from decode.trees.noise import make_exponential
 from proposers.draft_budget import ChainAcceptance, DraftBudget
 from proposers.draft_models.proposer import DRAFT_LENGTH, has_other_tokens
@@ -79,7 +78,7 @@ class StagedProposer:
         if self._engine is None:
             self._engine = Engine(self.draft_model, self.inner)
             session = Session(self.draft_model, 1, self.inner.layers)
-            _, features = run_through(session.read([[0]]))
+            _, features = read_texts(session, [[0]])
             self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).least_bytes
 
     @torch.no_grad()

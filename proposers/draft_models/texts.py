@@ -15,8 +15,7 @@ from torch import Tensor
 
 from decode import Session, Step, Target, Tree
 from decode.devices.transfer import read
-from decode.prefixes import SHORTEST, count_common
-from decode.session import run_through
+from decode.prefill import SHORTEST, count_common, read_texts
 from decode.trees.sampling import upcast_half
 from proposers.draft_models.vocabulary import Children, DraftText, VocabularyMap
 
@@ -96,14 +95,14 @@ class ReadTexts:
         new = [row for row, length in enumerate(self._session.lengths) if length == 0 and len(self.text(row)) > 1]
         if 0 < len(new) < len(rows):  # whole texts apart, so that the others need not be padded
             part = self._session.open(len(new))
-            run_through(part.read([self.text(row)[:-1] for row in new]))
+            read_texts(part, [self.text(row)[:-1] for row in new])
             self._session.replace(new, part, range(len(new)))
         unread = [self.text(row, length) for row, length in zip(rows, self._session.lengths, strict=True)]
         for row in rows:
             if not unread[row]:  # the root is a part of a character, which has no token yet
                 self._session.rewind(row, self._session.lengths[row] - 1)
                 unread[row] = self.text(row, self._session.lengths[row])
-        logits, _ = run_through(self._session.read(unread))
+        logits, _ = read_texts(self._session, unread)
         if self.tokens is None:
             self._find_drafted(logits.device)
         return logits

@@ -108,7 +108,7 @@ def test_text_does_not_depend_on_company(
 ) -> None:
     """Whoever joins, fails, ends or is cancelled meanwhile, in whatever parts prompts are read, and whatever of them is
     known already."""
-    monkeypatch.setattr("decode.prefixes.SHORTEST", 3)
+    monkeypatch.setattr("decode.prefill.SHORTEST", 3)
     cases = range(-(-request.config.getoption("--cases") // 200))
     accepted = sum(run_schedule(make_target(KINDS[case % len(KINDS)]), name, case) for case in cases)
     assert accepted or name in ("none", "medusa", "medusa large", "hydra", "hydra small", "hydra++") or len(cases) < 9

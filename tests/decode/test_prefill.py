@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Target, generate
-from decode import session as session_module
+from decode import Target, generate, prefill
 from decode.devices.backend import Backend, find_backend
-from decode.session import CHUNK, MASK_BYTES, choose_chunk, run_through
+from decode.prefill import CHUNK, MASK_BYTES, choose_chunk, read_texts
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import VOCABULARY, tiny
@@ -33,13 +32,13 @@ def make_prompts(lengths: Sequence[int]) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_are_read_as_by_transformers(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a mask in the first pass; all rows together, the longest many passes long."""
-    monkeypatch.setattr(session_module, "CHUNK", chunk)
+    monkeypatch.setattr(prefill, "CHUNK", chunk)
     target, prompts = Target(tiny(kind)), make_prompts(LENGTHS)
     expected = [target.model(torch.tensor([prompt]), output_hidden_states=True) for prompt in prompts]
     for needs_masks in (False, True):
         target.needs_masks = needs_masks
         with torch.inference_mode():
-            logits, features = run_through(target.open(len(prompts), [1, -1]).read(prompts))
+            logits, features = read_texts(target.open(len(prompts), [1, -1]), prompts)
         assert features is not None
         for row, (prompt, output) in enumerate(zip(prompts, expected, strict=True)):
             states = torch.cat([output.hidden_states[1], output.hidden_states[-1]], dim=2)[0]
@@ -50,16 +49,16 @@ def test_prompts_are_read_as_by_transformers(kind: str, chunk: int, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_the_first_pass_has_no_mask(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "CHUNK", 16)
+    monkeypatch.setattr(prefill, "CHUNK", 16)
     target = Target(tiny(kind))
     seen: list[bool] = []
     target.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["attention_mask"] is None), with_kwargs=True
     )
-    target.open(2).extend(make_prompts((40, 38)))
+    read_texts(target.open(2), make_prompts((40, 38)))
     assert seen == [True, False, False]
     seen.clear()
-    target.open(1).extend(make_prompts((1,)))  # the model would attend to unused slots
+    read_texts(target.open(1), make_prompts((1,)))  # the model would attend to unused slots
     assert seen == [False]
 
 
@@ -94,7 +93,7 @@ def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
     found = []
     for chunk in (512, 6):
-        monkeypatch.setattr(session_module, "CHUNK", chunk)
+        monkeypatch.setattr(prefill, "CHUNK", chunk)
         recorder = Recorder(make_proposer(name, target))
         answers = generate(target, prompts, recorder, max_new_tokens=12, stop_ids=[])
         assert [answer.tokens for answer in answers] == plain
@@ -104,7 +103,7 @@ def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_long_prompt_holds_one_passs_features_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are gone before the next pass begins: they would take gigabytes."""
-    monkeypatch.setattr(session_module, "CHUNK", 32)
+    monkeypatch.setattr(prefill, "CHUNK", 32)
     target, length = Target(tiny("llama", num_hidden_layers=4)), 200
     proposer, width = make_proposer("eagle3", target), target.config.hidden_size
     proposer.begin(target)
@@ -116,5 +115,5 @@ def test_a_long_prompt_holds_one_passs_features_of_all_layers(monkeypatch: pytes
         return proposer.fuse(part)
 
     with torch.inference_mode():
-        _, features = target.open(1, proposer.layers).extend(make_prompts((length,)), fuse)
+        _, features = read_texts(target.open(1, proposer.layers), make_prompts((length,)), fuse)
     assert features is not None and features.shape == (1, length, width) and len(parts) == 7

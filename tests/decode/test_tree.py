@@ -11,6 +11,7 @@ import torch
 
 from decode import Sampling, Target, Tree
 from decode.kv_cache import KVCache
+from decode.prefill import read_texts
 from decode.trees.accept import accept, pack, unpack
 from decode.trees.walk import walk
 from proposers.search import Draft
@@ -213,7 +214,7 @@ def test_a_tree_may_be_verified_level_by_level() -> None:
     target = Target(tiny("gemma3_text"))
     whole, grown = target.open(2), target.open(2)
     for session in (whole, grown):
-        session.extend([[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]])
+        read_texts(session, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2]]).expand(2, 6)
     tree = Tree(torch.arange(20, 32).view(2, 6), parents, torch.tensor([6, 6]), height=2)
     expected = whole.verify(tree).logits

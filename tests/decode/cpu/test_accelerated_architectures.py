@@ -8,6 +8,7 @@ from torch import Tensor
 
 from decode import Proposer, Target, generate
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
+from decode.prefill import read_texts
 from proposers import NGramProposer
 from tests.decode.cpu.test_packed import use_onednn
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree, draw_prompts
@@ -82,7 +83,7 @@ def read_logits(target: Target) -> Tensor:
     prompts, found = draw_prompts(), []
     for rows in ([0], [0, 1, 2, 3]):
         session = target.open(len(rows))
-        session.extend([prompts[row] for row in rows])
+        read_texts(session, [prompts[row] for row in rows])
         is_chain = session.target.is_recurrent
         for _ in range(2):
             trees = [([5 + row, 6, 7, 8, 9, 10, 11][: 7 - row], [-1, 0, 0, 1, 2, 4, 4][: 7 - row]) for row in rows]

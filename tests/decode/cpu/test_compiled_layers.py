@@ -17,6 +17,7 @@ from decode.cpu import backend, compiled_layers
 from decode.cpu.compiled_layers import CompiledLayer
 from decode.cpu.layer_kernel import Kernel
 from decode.cpu.packed_linear import PackedLinear
+from decode.prefill import read_texts
 from decode.trees.tree import Tree
 from proposers import NGramProposer
 from tests.support.models import CACHE, needs_compiler, tiny
@@ -152,7 +153,7 @@ def test_features_are_those_of_the_plain_model(exported: list[str]) -> None:
     for target in plain_and_compiled("llama"):
         session = target.open(1, layers=(1, -1))
         with torch.inference_mode():
-            session.extend(PROMPTS[:1])
+            read_texts(session, PROMPTS[:1])
             found.append([session.verify(Tree.chain([[4] * nodes])).features for nodes in (1, 2, 30)])
     assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True))
 
@@ -189,7 +190,7 @@ def test_other_calls_run_the_layer_itself(exported: list[str]) -> None:
     """With gradients, without a cache, with transformers' cache."""
     plain, compiled = plain_and_compiled("llama")
     session, ids = compiled.open(1), torch.tensor([[4, 5]])
-    session.extend(PROMPTS[:1])
+    read_texts(session, PROMPTS[:1])
     exported.clear()
     with torch.enable_grad():
         compiled.model(ids[:, :1], **{CACHE: session.cache}, position_ids=torch.tensor([[11]]))

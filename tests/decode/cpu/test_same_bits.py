@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from decode import Target, generate
+from decode.prefill import read_texts
 from decode.trees.tree import Tree
 from proposers import NGramProposer
 from tests.support.models import needs_compiler
@@ -25,12 +26,12 @@ def test_logits_do_not_depend_on_other_tokens_of_the_pass(target: Target) -> Non
     drawn = torch.randint(3, target.vocabulary, (CHAIN + max(LENGTHS),), generator=torch.Generator().manual_seed(0))
     chain, *prompts = (drawn[:CHAIN].tolist(), *(drawn[CHAIN:][:length].tolist() for length in LENGTHS))
     batch = target.open(len(prompts))
-    batch.extend(prompts)
+    read_texts(batch, prompts)
     together = batch.verify(Tree.chain([chain] * len(prompts))).logits
     for row, prompt in enumerate(prompts):
         session, one_by_one = target.open(1), target.open(1)
-        session.extend([prompt])
-        one_by_one.extend([prompt])
+        read_texts(session, [prompt])
+        read_texts(one_by_one, [prompt])
         assert torch.equal(session.verify(Tree.chain([chain])).logits[0], together[row])
         for node, token in enumerate(chain):
             assert torch.equal(one_by_one.verify(Tree.chain([[token]])).logits[0, 0], together[row, node])

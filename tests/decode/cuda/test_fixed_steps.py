@@ -18,6 +18,7 @@ from decode.cuda.fixed_steps import FixedSteps, compute_step, list_inputs, make_
 from decode.cuda.graph import CudaGraphPool
 from decode.devices import graph
 from decode.devices.graph import Captured, round_up
+from decode.prefill import read_texts
 from decode.trees.accept import accept, unpack
 from decode.trees.noise import KEY_NAMES, TEXT, row_keys
 from tests.decode.models.test_tree_attention import as_on_gpu
@@ -53,7 +54,7 @@ def open_sessions(kind: str, rows: int, length: int = 5, **changes: Any) -> tupl
     target = Target(tiny(kind, vocab_size=VOCABULARY, max_position_embeddings=1024, **changes))
     sessions = open_fixed(target, rows, LAYERS), target.open(rows, LAYERS)
     for session in sessions:
-        session.extend([[(7 * row + place) % VOCABULARY for place in range(length + row)] for row in range(rows)])
+        read_texts(session, [[(7 * row + place) % VOCABULARY for place in range(length + row)] for row in range(rows)])
     return sessions
 
 
@@ -112,7 +113,7 @@ def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
     target = as_on_gpu(tiny("llama", vocab_size=VOCABULARY, max_position_embeddings=1024), monkeypatch)
     choose, sessions = random.Random(2), (open_fixed(target, 3), Session(plain, 3))
     for session in sessions:
-        session.extend([[(7 * row + place) % VOCABULARY for place in range(70 + row)] for row in range(3)])
+        read_texts(session, [[(7 * row + place) % VOCABULARY for place in range(70 + row)] for row in range(3)])
     windows = set()
     for _ in range(40):
         tree = make_trees(choose, 3, choose.choice([1, 5, 8]))

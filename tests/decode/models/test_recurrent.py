@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Engine, Sampling, Session, Target, Tree, generate, speculate
+from decode.prefill import read_texts
 from decode.recurrent import EVERY, MOST_GIVEN
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.models.test_architectures import OracleTree
@@ -142,7 +143,7 @@ def test_a_tree_becomes_its_first_path() -> None:
 
 def test_rows_go_on_without_others(target: Target) -> None:
     session = target.open(3)
-    session.extend(PROMPTS)
+    read_texts(session, PROMPTS)
     session.select([2, 1])
     assert session.lengths == [len(PROMPTS[2]), len(PROMPTS[1])]
 
@@ -169,7 +170,7 @@ def test_beginnings_of_texts_are_read_once(target: Target, name: str) -> None:
 def test_rows_that_are_behind_are_brought_up(target: Target) -> None:
     """By passes of their own, if no row has drafts, or if many tokens are given again."""
     session = target.open(3)
-    session.extend([PROMPTS[0]] * 3)
+    read_texts(session, [PROMPTS[0]] * 3)
     session.verify(Tree.chain([[20, 21, 22, 23]] * 3))
     session.keep([[0, 1, 2], [0], [0, 1, 2, 3]])
     assert session.count_given() == [3, 1, 0]
@@ -188,7 +189,7 @@ def test_rows_that_are_behind_are_brought_up(target: Target) -> None:
 def test_a_pass_that_was_not_kept_leaves_no_trace(target: Target) -> None:
     """Also where rows without tokens join, and where a row goes back."""
     session, other = target.open(1), target.open(1)
-    session.extend([PROMPTS[0]])
+    read_texts(session, [PROMPTS[0]])
     other.verify(Tree.chain([[5, 6]]))
     expected = session.verify(Tree.chain([[20, 21]])).logits
     session.join(other, [0])

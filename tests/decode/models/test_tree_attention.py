@@ -18,7 +18,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import decode.target as target_module
-from decode import Sampling, Target, Tree, generate, session
+from decode import Sampling, Target, Tree, generate, prefill, session
 from decode.cpu.attention import grouped_attention as attend_on_cpu
 from decode.cuda import attention as cuda_attention
 from decode.cuda import backend as cuda
@@ -147,7 +147,8 @@ def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest
     """As on a GPU in half precision: long texts are seen without a mask, prompts and single nodes need none."""
     plain = Target(tiny(kind, dtype=torch.float64))
     target = as_on_gpu(tiny(kind, dtype=torch.float64), monkeypatch)
-    monkeypatch.setattr(session, "CHUNK", 5)
+    monkeypatch.setattr(prefill, "CHUNK", 5)
+    monkeypatch.setattr(session, "LONG_CHAIN", 5)
     monkeypatch.setattr(cuda, "SLOTS", 4)
     monkeypatch.setattr(cuda, "LONG", 8)
     used: Counter[str] = Counter()
