@@ -31,7 +31,7 @@ import training.trainer
 from heads.atomic_write import write_aside
 from scripts.head_training import measurements
 from tests.support.models import VOCABULARY, limit_threads, tiny
-from training.checkpoint import Metrics, read_metrics
+from training.checkpoint import CHECKPOINT, Metrics, read_metrics
 from training.teacher import Teacher
 from training.trainer import Trainer
 
@@ -201,6 +201,15 @@ def stop_at(step: int) -> Callable[..., Any]:
         return make(*arguments)
 
     return call
+
+
+def stop_and_resume(step: int, place: Path, out: Path, *options: str) -> None:
+    """A training that gets a SIGTERM in this step, and then goes on to its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop_at(step))
+        assert train(place, out, *options) == 128 + signal.SIGTERM
+    assert torch.load(out / CHECKPOINT, weights_only=True)["progress"]["step"] == step
+    assert train(place, out, *options, "--resume") == 0
 
 
 def train_as_one_of(process: int, processes: int, port: int, stop: int, *arguments: Any) -> None:

@@ -170,32 +170,11 @@ def test_content_may_be_null_where_another_key_has_the_text(key: str) -> None:
 @pytest.mark.parametrize(
     ("name", "messages", "row", "reason"),
     [
-        (
-            "llama3",
-            [user(), call("so"), RESULT, answer()],
-            {},
-            "the chat template leaves out the content of an answer$",
-        ),
-        ("gemma", [*EARLIER, answer("no")], {}, r"cannot render this conversation \(Conversation roles must alternate"),
-        (
-            "gemma",
-            [user(), user(), answer()],
-            {},
-            r"cannot render this conversation \(Conversation roles must alternate",
-        ),
+        ("llama3", [user(), call("so"), RESULT, answer()], {}, "leaves out the content of an answer$"),
+        ("gemma", [*EARLIER, answer("no")], {}, r"cannot render this conversation \(Conversation roles must"),
         ("mistral", [user("be", "system"), *EARLIER], {}, "Only user and assistant roles are supported!"),
-        (
-            "chatml",
-            [user(), call(), RESULT, answer()],
-            {},
-            "gives 'tool_calls', which this model's chat template does not",
-        ),
-        (
-            "chatml",
-            EARLIER,
-            {"chat_template_kwargs": {"continue_final_message": True}},
-            "is no option of a chat template",
-        ),
+        ("chatml", [user(), call(), RESULT, answer()], {}, "gives 'tool_calls', which this model's chat template"),
+        ("chatml", EARLIER, {"chat_template_kwargs": {"continue_final_message": True}}, "no option of a chat template"),
     ],
 )
 def test_what_a_template_does_not_write_is_refused(name: str, messages: list, row: Any, reason: str) -> None:

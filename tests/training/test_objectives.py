@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -30,7 +31,6 @@ from training.objectives import (
     MedusaObjective,
     PEagleObjective,
     choose_anchors,
-    gather_anchors,
 )
 from training.teacher import Batch
 from training.trainer import MUON_SCALE, Muon, make_optimizers
@@ -39,6 +39,8 @@ ROWS, DRAFTED, SIZE, LABELS = 7, 60, 32, 20
 TARGET = Target(tiny("llama", num_hidden_layers=4))
 EMBEDDING = torch.randn(VOCABULARY, SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 HEADS = 3  # of Medusa and Hydra
+DECAY = 0.7
+DraftFrom = Callable[[int, int], Iterator[tuple[Tensor, Any]]]
 
 
 def written_out(name: str, p: Tensor, q: Tensor, tail: Tensor) -> Tensor:
@@ -141,6 +143,28 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     return states
 
 
+def add_up(head: Any, batch: Batch, loss: str, draft_from: DraftFrom) -> tuple[Tensor, list[int]]:
+    """The loss of a draft from each anchor, and how many anchors each depth has.
+
+    draft_from: the logits of each depth after a token of a row, and what is added to that depth's loss. The targets of
+    depth i at token t are at t + 1 + i, in the same answer.
+    """
+    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
+    total, anchors = torch.zeros((), dtype=torch.float64), [0] * 13
+    for row, column in batch.answers.nonzero().tolist():
+        for depth, (logits, more) in enumerate(draft_from(row, column)):
+            at = column + 1 + depth
+            if at >= 13 or not batch.answers[row, column : at + 1].all():
+                break
+            wanted = dict(zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True))
+            if loss == "ce":
+                wanted = {int(batch.tokens[row, at + 1]): torch.tensor(1.0)}
+            log_q = logits.log_softmax(dim=-1)
+            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted.items() if token in draft_ids)
+            total, anchors[depth] = total + DECAY**depth * (value + more), anchors[depth] + 1
+    return total, anchors
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "loss", "steps"),
     [
@@ -153,11 +177,11 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     ],
 )
 def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict, loss: str, steps: int) -> None:
-    """Anchors, the loss and its gradient. The targets of depth i at token t are at t + 1 + i, in the same answer."""
+    """Anchors, the loss and its gradient."""
     head, batch = make_head(kind, TARGET, draft_size=DRAFTED, **settings), make_batch(kind)
-    decay, regression = 0.7, 2.0 if kind == "eagle" else 0.0
+    regression = 2.0 if kind == "eagle" else 0.0
     unrolling: dict[str, Any] = {"steps": steps} if "ttt_steps" in OBJECTIVES[kind].options else {}
-    objective = OBJECTIVES[kind](head, loss, EMBEDDING, decay, **unrolling)
+    objective = OBJECTIVES[kind](head, loss, EMBEDDING, DECAY, **unrolling)
     if regression:
         objective.regression = regression  # type: ignore[assignment]
     result = objective(batch)
@@ -165,25 +189,15 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
     gradients = [parameter.grad.clone() for parameter in head.parameters()]
     head.zero_grad()
 
-    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
-    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * steps
-    for row, column in batch.answers.nonzero().tolist():
+    def draft_from(row: int, column: int) -> Iterator[tuple[Tensor, Any]]:
         tokens = batch.tokens[row].tolist()
         states = draft(head, batch.features[row, : column + 1], tokens[1:] + [0] * steps, steps)
         for depth, state in enumerate(states):
-            at = column + 1 + depth  # the position of this depth's training targets
-            if at >= 13 or not batch.answers[row, column : at + 1].all():
-                break
-            log_q = head.logits(state, depth).log_softmax(dim=-1)
-            wanted = dict(zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True))
-            if loss == "ce":
-                wanted = {tokens[at + 1]: torch.tensor(1.0)}
-            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted.items() if token in draft_ids)
-            if regression:
-                value = value + regression * nn.functional.smooth_l1_loss(state, batch.features[row, at])
-            expected = expected + decay**depth * value
-            anchors[depth] += 1
-    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+            more = regression and nn.functional.smooth_l1_loss(state, batch.features[row, column + 1 + depth])
+            yield head.logits(state, depth), regression * more
+
+    expected, anchors = add_up(head, batch, loss, draft_from)
+    assert result.anchors.tolist() == anchors[:steps] and anchors[steps - 1] > 0
     torch.testing.assert_close(result.total.double(), expected, rtol=1e-6, atol=1e-6)
     expected.backward()
     expected_gradients = [parameter.grad for parameter in head.parameters()]
@@ -250,31 +264,22 @@ def test_a_block_objective_matches_a_draft_from_each_anchor(
     """Each draft is made by the proposer's drafter, which never sees a later feature."""
     monkeypatch.setattr(objectives, "ANCHORS", 1.0)
     head, batch = make_head("dflash", TARGET, draft_size=DRAFTED, **settings), make_batch("dflash")
-    result = BlockObjective(head, loss, EMBEDDING, 0.7)(batch)
-    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
-    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
-    for row, column in batch.answers.nonzero().tolist():
+    result = BlockObjective(head, loss, EMBEDDING, DECAY)(batch)
+
+    def draft_from(row: int, column: int) -> Iterator[tuple[Tensor, Any]]:
         tokens, cache = batch.tokens[row], LayerCache(1, window=head.window)
-        if column + 1 >= 13 or not batch.answers[row, column + 1]:
-            continue
         fused = head.fuse(batch.features[row : row + 1, : column + 1])
         cache.write(*head.read(fused, torch.arange(column + 1)[None]))
         cache.keep([column + 1])
         root = tokens[column + 1][None]
         drafter = DFlashDrafter(head, root, cache, lambda tokens: EMBEDDING[tokens])
         for depth in range(head.depth):
-            at = column + 1 + depth
-            if at >= 13 or not batch.answers[row, column : at + 1].all():
-                break
-            log_q = drafter.logits(depth)[0, 0].log_softmax(dim=-1)
-            wanted = dict(zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True))
-            if loss == "ce":
-                wanted = {int(tokens[at + 1]): torch.tensor(1.0)}
-            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted.items() if token in draft_ids)
-            expected, anchors[depth] = expected + 0.7**depth * value, anchors[depth] + 1
-            if depth + 1 < head.depth and at + 1 < 13:
-                drafter.extend(root[None], tokens[at + 1].view(1, 1))
-    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+            yield drafter.logits(depth)[0, 0], 0
+            if depth + 1 < head.depth:
+                drafter.extend(root[None], tokens[column + 2 + depth].view(1, 1))
+
+    expected, anchors = add_up(head, batch, loss, draft_from)
+    assert result.anchors.tolist() == anchors[: head.depth] and anchors[head.depth - 1] > 0
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -287,24 +292,18 @@ def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
     layer = replace(LAYER, window=window)
     head = make_head("peagle", TARGET, draft_size=DRAFTED, layer=layer, layers=layers)
     batch = make_batch("peagle")
-    result = PEagleObjective(head, "kl", EMBEDDING, decay=0.7)(batch)
-    draft_ids = {int(token): place for place, token in enumerate(head.token_map)}
-    expected, anchors = torch.zeros((), dtype=torch.float64), [0] * head.depth
-    for row, column in batch.answers.nonzero().tolist():
+    result = PEagleObjective(head, "kl", EMBEDDING, DECAY)(batch)
+
+    def draft_from(row: int, column: int) -> Iterator[tuple[Tensor, Any]]:
         cache, count = LayerCache(1, window=window), column + 1
         following = nn.functional.pad(batch.tokens[row], (0, 1))[None, 1 : count + 1]
         fused = head.fuse(batch.features[row : row + 1, :count])
         part = FeaturePart(fused, following, torch.tensor([count]), [count])
         states = draft_ahead(head, lambda tokens: EMBEDDING[tokens], cache, part, *head.unknown(head.depth - 1))
-        for depth in range(head.depth):
-            at = column + 1 + depth
-            if at >= 13 or not batch.answers[row, column : at + 1].all():
-                break
-            log_q = head.logits(states[0, depth]).log_softmax(dim=-1)
-            wanted = zip(batch.labels[row, at].tolist(), batch.probabilities[row, at], strict=True)
-            value = sum(-p * log_q[draft_ids[token]] for token, p in wanted if token in draft_ids)
-            expected, anchors[depth] = expected + 0.7**depth * value, anchors[depth] + 1
-    assert result.anchors.tolist() == anchors and anchors[-1] > 0
+        yield from ((head.logits(states[0, depth]), 0) for depth in range(head.depth))
+
+    expected, anchors = add_up(head, batch, "kl", draft_from)
+    assert result.anchors.tolist() == anchors[: head.depth] and anchors[head.depth - 1] > 0
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
@@ -355,13 +354,6 @@ def test_a_batch_without_answers_has_no_loss() -> None:
     assert all(not parameter.grad.any() for parameter in head.parameters())
 
 
-def test_anchors_are_gathered_in_order() -> None:
-    answers = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
-    columns, chosen = gather_anchors(answers)
-    assert columns[0].tolist() == [1, 3, 4] and columns[1, 0] == 2
-    assert chosen.tolist() == [[True, True, True], [True, False, False]]
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "vocabulary"),
     [
@@ -386,21 +378,6 @@ def test_muon_gets_the_matrices_between_hidden_states(kind: str, settings: dict,
     assert moved[0] == linears - outputs
     assert [group["lr"] for group in muon.param_groups] == [1e-2 * MUON_SCALE]
     assert [group["lr"] for group in adamw.param_groups] == [1e-2]
-
-
-def test_a_step_is_as_long_as_the_learning_rate() -> None:
-    """With both optimizers: the root mean square over a matrix, in the first step. One without weights is left out."""
-    torch.manual_seed(0)
-    hidden, output = (nn.Parameter(torch.randn(96, 64)) for _ in range(2))
-    for matrix in (hidden, output):
-        matrix.grad = torch.randn(96, 64)
-    before = [matrix.detach().clone() for matrix in (hidden, output)]
-    for optimizer in make_optimizers({"head.fc": hidden, "head.lm_head": output}, 1e-3):
-        optimizer.step()
-    for matrix, old in zip((hidden, output), before, strict=True):
-        assert 0.6e-3 < (matrix - old).square().mean().sqrt() < 1.1e-3
-    (only,) = make_optimizers({"head.fc": hidden}, 1.0)
-    assert isinstance(only, Muon)
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])

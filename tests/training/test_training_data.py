@@ -78,9 +78,7 @@ THOUGHTS = ENDING.replace("{{ one.content }}", "{{ one.content if loop.last else
         (NO_END, TURNS, True, ["u:hi a:yo</s>", ["yo</s>"], "u:hi a:yo u:ok a:no</s>", ["no</s>"]]),
         # Thoughts that are removed later are trained as the model saw them.
         (
-            THOUGHTS,
-            [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")],
-            True,
+            *(THOUGHTS, [("user", "hi"), ("assistant", "er|yo"), ("user", "ok"), ("assistant", "um|no")], True),
             ["u:hi a:er|yo</s>", ["er|yo</s>"], "u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"]],
         ),
         # Plain text; the tokenizer has no line breaks, which separate turns. No position predicts the first token.
@@ -95,14 +93,6 @@ def test_answers_are_found_with_their_end_tokens(
 ) -> None:
     tokenizer.chat_template = template
     assert read(turns, tokenizer, finished=finished) == found
-
-
-def test_answers_may_end_with_another_token_of_the_model(tokenizer: Any) -> None:
-    tokenizer.chat_template = ENDING.replace("</s>", "|")
-    assert read(TURNS[:2], tokenizer)[1] == ["yo</s>"]  # "|" ends nothing
-    ends = tokenizer.convert_tokens_to_ids(["|", "#"])
-    assert read(TURNS[:2], tokenizer, ends=ends)[1] == ["yo|"]
-    assert read(TURNS[:2], tokenizer, ends=ends, finished=False)[1] == ["yo"]
 
 
 @pytest.mark.parametrize("answer", [" yo", "yo ", "<think>x</think>yo", "</s>"])
@@ -323,7 +313,6 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b'{"prompt": "x"}', 'there is no answer to train on: give "prompt" with "response"'),
         (b'{"prompt": "x", "response": null}', "an answer is text, not null"),
         (b'{"messages": "x"}', 'messages are a list of objects with "role"'),
-        (b'{"messages": []}', "messages are a list of objects"),
         (b'{"messages": ["x"]}', "messages are a list of objects"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
         (b'{"prompt": "x", "response": [{"role": "assistant", "content": [7]}]}', "are of type text, not 7"),
