@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ CHECKPOINTS = {
     "qwen2": "mimo",
 }
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [1, 2, 3], [4, 4, 20, 21, 22, 4, 4, 20]]
+TEXT = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
 Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
@@ -134,16 +136,9 @@ def test_a_module_drafts_the_first_token_of_transformers_mtp(kind: str, folders:
     theirs: Any = modeling_layers.MtpModel.from_pretrained(target.model).double()
     theirs.set_attn_implementation("eager")
     theirs.set_experts_implementation("eager")
-    head = load_head(folders / kind)
-    head.borrow(target.output_matrix)
-    ids = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
-    _, states = target.open(1, head.features).extend([ids[0, :-1].tolist()])
-    assert states is not None
-    positions = torch.arange(1, ids.shape[1])[None]
-    _, expected, *_ = theirs(ids[:, 1:], states, None, positions, None)
-    embedded = target.model.get_input_embeddings()(ids[:, 1:])
-    found = head.logits(head(embedded, states, positions)[:, -1])  # only differences of positions matter
-    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
+    found, states = draft(load_proposer("mtp", target), target)
+    _, expected, *_ = theirs(TEXT[:, 1:], states, None, torch.arange(1, TEXT.shape[1])[None], None)
+    torch.testing.assert_close(found[:, -1], expected[:, 0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
@@ -190,20 +185,12 @@ def shorten(name: str) -> Change:
     return change
 
 
-def spoil_config(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["hidden_size"] = "wide"
+def put(added: Mapping[str, Tensor] = MappingProxyType({}), **settings: Any) -> Change:
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors |= added
+        config |= settings
 
-
-def rename_model(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    config["model_type"] = "new_model"
-
-
-def quantize(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    tensors["mtp.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1)
-
-
-def add(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    tensors["mtp.layers.0.mlp.side_proj.weight"] = torch.ones(1)
+    return change
 
 
 def give(kind: str, embeddings: float | None = None, output: float | None = None, then: Change = unchanged) -> Change:
@@ -231,10 +218,9 @@ def keep_module(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 def draft(proposer: Any, target: Target) -> tuple[Tensor, Tensor]:
     """A head's logits after a text, as a proposer computes them, and the features that it read."""
-    ids = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
-    _, states = target.open(1, proposer.head.features).extend([ids[0, :-1].tolist()])
+    _, states = target.open(1, proposer.head.features).extend([TEXT[0, :-1].tolist()])
     assert states is not None
-    found = proposer.head(proposer.embedding(target)(ids[:, 1:]), states, torch.arange(ids.shape[1] - 1)[None])
+    found = proposer.head(proposer.embedding(target)(TEXT[:, 1:]), states, torch.arange(TEXT.shape[1] - 1)[None])
     return proposer.head.logits(found), states
 
 
@@ -254,7 +240,7 @@ def test_a_modules_own_matrices_are_used_if_they_differ(
     outer = LAYOUTS[CHECKPOINTS[kind]][4].format(model.config.num_hidden_layers)
     name = "shared_head.head" if CHECKPOINTS[kind] == "deepseek" else "lm_head"
     found, states = draft(proposer, target)
-    embedded = tensors[f"{outer}embed_tokens.weight"][[9, 5, 9, 5, 7, 8]][None]
+    embedded = tensors[f"{outer}embed_tokens.weight"][TEXT[:, 1:]]
     expected = compute(model, parts, embedded, states, head.config.states_first)
     expected = make_norm(model, parts["norm"])(expected) @ tensors[f"{outer}{name}.weight"].T
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -340,34 +326,6 @@ def remove_layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
             del tensors[name]
 
 
-NO_LAYER = "missing: all tensors of the layer of its MTP module, whose names begin with "
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("deepseek_v3", move(3), "its first MTP module, model.layers.2, is missing; it has model.layers.3$"),
-        ("qwen2", move(1), "its first MTP module, model.mtp_layers.0, is missing; it has model.mtp_layers.1$"),
-        ("qwen3_5_text", move(1), f"{NO_LAYER}mtp.layers.0$"),
-        ("qwen3_5_text", remove_layer, f"{NO_LAYER}mtp.layers.0$"),
-        ("deepseek_v3", remove_layer, f"{NO_LAYER}model.layers.2$"),
-        ("qwen2", remove_layer, f"{NO_LAYER}model.mtp_layers.0$"),
-        (
-            *("deepseek_v3", shorten("model.layers.2.embed_tokens.weight")),
-            r"wrong in its MTP module: model.layers.2.embed_tokens.weight is \[95, 32\], not \[96, 32\]$",
-        ),
-        (
-            *("deepseek_v3", give("deepseek_v3", 0.0, 1.0, quantize_all)),
-            r"its MTP module is quantized \(model.layers.2.shared_head.head.weight\), which is not supported",
-        ),
-    ],
-)
-def test_what_a_module_lacks_is_named(kind: str, change: Change, message: str, tmp_path: Path) -> None:
-    write_checkpoint(kind, tmp_path, change)
-    with pytest.raises(ValueError, match=message):
-        load_head(tmp_path)
-
-
 def test_a_module_apart_from_its_model_may_be_numbered_from_0(tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         keep_module(tensors, config)
@@ -380,28 +338,33 @@ def test_a_module_apart_from_its_model_may_be_numbered_from_0(tmp_path: Path) ->
     torch.testing.assert_close({name: apart[name] for name in whole}, whole, rtol=0, atol=0)
 
 
+NO_LAYER = "missing: all tensors of the layer of its MTP module, whose names begin with "
+SCALE, SIDE = "mtp.layers.0.mlp.up_proj.weight_scale_inv", "mtp.layers.0.mlp.side_proj.weight"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("kind", "change", "message"),
     [
-        (drop("mtp.norm.weight"), "missing: mtp.shared_head.norm or norm or final_layernorm.weight, of its MTP module"),
-        (drop("mtp.layers.0.self_attn.q_norm.weight"), "missing in its MTP module: self_attn.q_norm.weight$"),
-        (add, "unexpected in its MTP module: mtp.layers.0.mlp.side_proj.weight$"),
-        (shorten("mtp.layers.0.mlp.up_proj.weight"), "wrong in its MTP module: mtp.layers.0.mlp.up_proj.weight$"),
-        (rename_model, "its MTP module needs transformers' model 'new_model', which it cannot make"),
-        (spoil_config, "its MTP module needs transformers' model 'qwen3_5_text', which it cannot make"),
-        (quantize, r"its MTP module is quantized \(mtp.*scale_inv\), which is not supported"),
-        (drop("mtp.fc.weight"), "it seems to be a whole model without heads and without an MTP module"),
+        ("deepseek_v3", move(3), "its first MTP module, model.layers.2, is missing; it has model.layers.3$"),
+        ("qwen2", move(1), "its first MTP module, model.mtp_layers.0, is missing"),
+        ("qwen3_5_text", remove_layer, f"{NO_LAYER}mtp.layers.0$"),
+        ("deepseek_v3", remove_layer, f"{NO_LAYER}model.layers.2$"),
+        ("deepseek_v3", shorten("model.layers.2.embed_tokens.weight"), r"embed_tokens.weight is \[95, 32\], not"),
+        ("deepseek_v3", give("deepseek_v3", 0.0, 1.0, quantize_all), r"quantized \(model.layers.2.shared_head.head"),
+        ("deepseek_v3", drop("layers.2.mlp.experts.1.up_proj.weight"), "cannot be converted|missing in its MTP module"),
+        ("qwen3_5_text", drop("mtp.norm.weight"), "missing: mtp.shared_head.norm or norm or final_layernorm.weight"),
+        ("qwen3_5_text", drop("mtp.layers.0.self_attn.q_norm.weight"), "missing in its .*: self_attn.q_norm.weight$"),
+        ("qwen3_5_text", put({SIDE: torch.ones(1)}), f"unexpected in its MTP module: {SIDE}$"),
+        ("qwen3_5_text", shorten("mtp.layers.0.mlp.up_proj.weight"), "wrong in its .*: mtp.layers.0.mlp.up_proj"),
+        ("qwen3_5_text", put(model_type="new_model"), "transformers' model 'new_model', which it cannot make"),
+        ("qwen3_5_text", put(hidden_size="wide"), "transformers' model 'qwen3_5_text', which it cannot make"),
+        ("qwen3_5_text", put({SCALE: torch.ones(1)}), r"its MTP module is quantized \(mtp.*scale_inv\)"),
+        ("qwen3_5_text", drop("mtp.fc.weight"), "a whole model without heads and without an MTP module"),
     ],
 )
-def test_a_module_that_cannot_be_used_is_refused(change: Change, message: str, tmp_path: Path) -> None:
-    write_checkpoint("qwen3_5_text", tmp_path, change)
+def test_a_module_that_cannot_be_used_is_refused(kind: str, change: Change, message: str, tmp_path: Path) -> None:
+    write_checkpoint(kind, tmp_path, change)
     with pytest.raises(ValueError, match=message):
-        load_head(tmp_path)
-
-
-def test_a_module_without_one_of_its_experts_is_refused(tmp_path: Path) -> None:
-    write_checkpoint("deepseek_v3", tmp_path, drop("layers.2.mlp.experts.1.up_proj.weight"))
-    with pytest.raises(ValueError, match=r"its MTP module cannot be converted|missing in its MTP module"):
         load_head(tmp_path)
 
 
@@ -435,10 +398,6 @@ def test_the_module_of_a_multimodal_checkpoint_is_read(tmp_path: Path) -> None:
     write_checkpoint("qwen3_5_text", tmp_path / "pictures", nest)
     one, other = (load_head(tmp_path / name) for name in ("text", "pictures"))
     torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
-    drop("mtp.fc.weight")(tensors := load_file(tmp_path / "pictures" / "model.safetensors"), {})
-    save_file(tensors, tmp_path / "pictures" / "model.safetensors")
-    with pytest.raises(ValueError, match="a whole model without heads and without an MTP module"):
-        load_head(tmp_path / "pictures")
 
 
 def test_the_module_of_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
@@ -455,11 +414,7 @@ def test_the_module_of_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> 
     shard = tmp_path / "model-00002-of-00002.safetensors"
     kept = {name: tensor for name, tensor in load_file(shard).items() if name != "mtp.fc.weight"}
     save_file(kept, shard)
-    message = f"the index lists tensors that its files do not hold: mtp.fc.weight in {shard.name}$"
-    with pytest.raises(ValueError, match=message):
-        load_head(tmp_path)
-    shard.unlink()
-    with pytest.raises(ValueError, match=f"index.json lists files that do not exist: {shard.name}$"):
+    with pytest.raises(ValueError, match=f"tensors that its files do not hold: mtp.fc.weight in {shard.name}$"):
         load_head(tmp_path)
 
 
@@ -494,17 +449,15 @@ def test_a_target_without_a_checkpoint_needs_a_head() -> None:
         load_proposer("mtp", Target(tiny("llama")))
 
 
-NO_MODULES = {
-    "gpt2": "an MTP module of gpt2 is not supported: it needs layers, norm and rotary_emb",
-    "gpt_oss": "an MTP module of gpt_oss cannot be run here: its attention has s_aux",
-    "stablelm": "an MTP module of stablelm cannot be run here: its layer does not hand arguments on",
-    "falcon": "an MTP module of falcon is not supported: transformers makes no layer of it",
-}
-
-
-@pytest.mark.parametrize("kind", NO_MODULES)
-def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str) -> None:
-    target = Target(tiny(kind))
-    example = Example(tuple(range(3, 40)), ((5, 37),))
-    with pytest.raises(ValueError, match=NO_MODULES[kind]):
-        make_head("mtp", target, [example], None)
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gpt2", "it needs layers, norm and rotary_emb"),
+        ("gpt_oss", "its attention has s_aux"),
+        ("stablelm", "its layer does not hand arguments on"),
+        ("falcon", "transformers makes no layer of it"),
+    ],
+)
+def test_a_model_whose_layers_cannot_be_a_module_is_refused(kind: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"an MTP module of {kind} .*: {reason}"):
+        make_head("mtp", Target(tiny(kind)), [Example(tuple(range(3, 40)), ((5, 37),))], None)

@@ -40,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_head(make_head(kind, target), root / kind)
     (root / "empty").mkdir()
     (root / "own.py").write_text(OWN)
-    (root / "broken.py").write_text("import nothing_at_all\n")
     write_rows(root / "prompts.jsonl", [{"prompt": "x"}])
     write_rows(root / "answers.jsonl", [{"prompt": f"x{n}", "response": "y"} for n in range(20)])
     write_rows(root / "questions.jsonl", [{"question": "x"}] * 9 + [{"prompt": "x", "response": "y"}])
@@ -59,45 +58,28 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
 
 WRONG: list[tuple[Any, list[str], str]] = [
     (generate, [*GENERATE, "--proposer", "own.py:Yours"], "own.py has no class Yours; it has Mine, Idle"),
-    (generate, [*GENERATE, "--proposer", "broken.py:Mine"], "broken.py, line 1: ModuleNotFoundError: No module named"),
-    (generate, [*GENERATE, "--proposer", "medusa", "--depth", "3"], "medusa has no option depth"),
-    (
-        generate,
-        [*GENERATE, "--proposer", "medusa", "--head", "hydra"],
-        "the head in hydra is of kind hydra",
-    ),
+    (generate, [*GENERATE, "--proposer", "medusa", "--head", "hydra"], "the head in hydra is of kind hydra"),
     (generate, [*GENERATE, "--proposer", "draft", "--draft-model", "empty"], NO_MODEL),
     (
         generate,
         [*GENERATE, "--proposer", "draft", "--draft-model", "empty", "--draft-proposer", "oak"],
         "proposer 'oak'",
     ),
-    (generate, [*GENERATE, "--nodes", "9000"], "nodes is 9000; a tree has its root and at most"),
     (generate, [*GENERATE, "--store", "nowhere/store"], "--store nowhere/store cannot be written"),
     (generate, [*GENERATE, "--store", "own.py"], "own.py is no answer store"),
     (distill, [*DISTILL, "--proposer", "oak"], "unknown proposer 'oak'"),
     (distill, [*DISTILL, "--proposer", "empty"], NO_HEAD),
     (bench, [*BENCH, "own.py:Yours"], "own.py has no class Yours"),
-    (bench, [*BENCH, "merged:nodes=many"], "nodes is 'many'; it must be a whole number from 1 on"),
     (bench, [*BENCH, "merged:draft_model=empty"], NO_MODEL),
     (bench, [*BENCH, "merged:store=x"], "merged:store=x: a store is not read here; warm=true keeps answers"),
     (bench, [*BENCH, "hf:num_beam=2"], "hf:num_beam=2: transformers' generate has no setting num_beam"),
     (bench, ["--first-hour", "own.py/out"], "--first-hour own.py/out cannot be written: own.py is no folder"),
     (train, [*TRAIN, "medusa", "--init", "empty"], NO_HEAD),
-    (
-        train,
-        [*TRAIN, "medusa", "--init", "nowhere"],
-        "from 'nowhere': there is no such local folder",
-    ),
     (train, [*TRAIN, "medusa", "--init", "hydra"], "--init hydra holds a head of kind hydra, not medusa"),
     (train, [*TRAIN, "draft", "--init", "empty"], NO_MODEL),
     (train, [*TRAIN, "medusa", "--cache", "own.py"], "--cache own.py is a file; give a folder"),
     (train, [*TRAIN, "medusa", "--out", "own.py/out"], "--out own.py/out cannot be written: own.py is no folder"),
-    (
-        train,
-        [*TRAIN, "medusa", "--data", "questions.jsonl"],
-        "9 of 10 rows cannot be trained on: questions.jsonl",
-    ),
+    (train, [*TRAIN, "medusa", "--data", "questions.jsonl"], "9 of 10 rows cannot be trained on: questions.jsonl"),
     (calibrate, [*CALIBRATE, "--head", "empty"], NO_HEAD),
     (calibrate, [*CALIBRATE, "--draft-model", "empty"], NO_MODEL),
     (calibrate, ["--head", "medusa", "--prompt-file", "questions.jsonl"], "questions.jsonl, line 1: a line is a JSON"),

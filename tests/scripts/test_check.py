@@ -29,31 +29,17 @@ from tests.support.published_heads import READ, ZLAB, write
 
 HIDDEN, LAYERS = 32, 12
 WEIGHTS = "model.safetensors"
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle": {},
-    "eagle3": {"draft_size": 40},
-    "whole": {},  # EAGLE-3 with the target's vocabulary
-    "borrowing": {"output": "target"},
-    "medusa": {},
-    "hydra": {},
-    "peagle": {"draft_size": 40},
-    "dflash": {"draft_size": 40},
-    "marginal": {"pair_rank": 0, "from_anchor": False},  # DFlash without a pair score
-    "windowed": {"draft_size": 40, "layer": replace(LAYER, window=9)},
-    "causal": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40},
-    "mixed": {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40, "full_layers": (1,)},
-    "dflash2": {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False},
-    "multi-token": {},
-    "mtp": {},
-}
-KINDS = {
-    "mixed": "dflash",
-    "dflash2": "dflash",
-    "whole": "eagle3",
-    "borrowing": "eagle3",
-    "windowed": "eagle3",
-    "marginal": "dflash",
-    "causal": "dflash",
+MIXED = {"layer": replace(LAYER, qk_norm=True, window=9), "causal": True, "draft_size": 40}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ("eagle", "medusa", "hydra", "multi-token", "mtp")},
+    **{kind: (kind, {"draft_size": 40}) for kind in ("eagle3", "peagle", "dflash")},
+    "whole": ("eagle3", {}),  # with the target's vocabulary
+    "borrowing": ("eagle3", {"output": "target"}),
+    "windowed": ("eagle3", {"draft_size": 40, "layer": replace(LAYER, window=9)}),
+    "marginal": ("dflash", {"pair_rank": 0, "from_anchor": False}),  # without a pair score
+    "causal": ("dflash", MIXED),
+    "mixed": ("dflash", MIXED | {"full_layers": (1,)}),
+    "dflash2": ("dflash", {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False}),
 }
 GONE = object()  # in place of a value: the key or tensor is removed
 Spoil = Callable[..., Path]
@@ -73,8 +59,8 @@ def target() -> Target:
 def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of each head, as `save_head` writes it."""
     root = tmp_path_factory.mktemp("saved")
-    for name, settings in HEADS.items():
-        save_head(make_head(KINDS.get(name, name), target, **settings), root / name)
+    for name, (kind, settings) in HEADS.items():
+        save_head(make_head(kind, target, **settings), root / name)
     return root
 
 
@@ -202,77 +188,64 @@ def test_default_layers_of_a_small_target_are_not_three(tmp_path: Path) -> None:
     assert find(tmp_path, small) == {"error vllm layer-ids", "error sglang layer-ids"}, "(2, 3, 3) are not three layers"
 
 
-def test_config_and_metadata_must_agree(saved: Path, tmp_path: Path, target: Target) -> None:
-    """Servers read config.json; Draftless reads the metadata of the weights."""
+def test_a_folder_without_a_config(saved: Path, tmp_path: Path, target: Target) -> None:
     (tmp_path / WEIGHTS).write_bytes((saved / "eagle3" / WEIGHTS).read_bytes())
-    assert "error both sizes" in find(tmp_path, target), "there is no config.json"
-    config = json.loads((saved / "eagle3" / "config.json").read_text())
-    config |= {READ: [3, 6, 9], "eagle_config": {READ: [2, 5, 8]}, "norm_before_fc": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert find(tmp_path, target) == {"error vllm layer-ids", "error sglang layer-ids", "error both norms"}
+    assert "error both sizes" in find(tmp_path, target)
 
 
-def test_what_a_block_head_was_trained_with_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
-    (tmp_path / WEIGHTS).write_bytes((saved / "dflash" / WEIGHTS).read_bytes())
-    config = json.loads((saved / "dflash" / "config.json").read_text())
-    for name, value in {
-        "aux_hidden_state_layer_ids": [1, 5, 8],
-        "mask_token_id": 4,
-        "sample_from_anchor": False,
-        "block_size": 9,
-    }.items():
-        (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
-        assert find(tmp_path, target) == {"error vllm block"}
+OTHER_LAYERS = {READ: [3, 6, 9], "eagle_config": {READ: [2, 5, 8]}, "norm_before_fc": True}
+BLOCK = {"aux_hidden_state_layer_ids": [1, 5, 8], "mask_token_id": 4, "sample_from_anchor": False, "block_size": 9}
+NESTED = "transformer_layer_config"
 
 
-def test_block_heads_without_pairs(saved: Path, tmp_path: Path, target: Target) -> None:
-    """vLLM samples them from the rows after the anchor's, and takes one key of speculators for a causal mask."""
-    save_head(make_head("dflash", target, pair_rank=0), tmp_path / "first")
-    assert find(tmp_path / "first", target) == {"error vllm block"}
-    config = json.loads((saved / "marginal" / "config.json").read_text()) | {"sliding_window_non_causal": False}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / WEIGHTS).write_bytes((saved / "marginal" / WEIGHTS).read_bytes())
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("eagle3", OTHER_LAYERS, {"error vllm layer-ids", "error sglang layer-ids", "error both norms"}),
+        *(("dflash", {name: value}, {"error vllm block"}) for name, value in BLOCK.items()),
+        # vLLM takes one key of speculators for a causal mask
+        ("marginal", {"sliding_window_non_causal": False}, {"error vllm block"}),
+        ("windowed", {"layer_types": ["full_attention"]}, {"error both sizes"}),
+        ("windowed", {"sliding_window": 8}, {"error both sizes"}),
+        ("windowed", {"sliding_window": None}, {"error both sizes"}),
+        ("mixed", {NESTED: {"layer_types": ["full_attention", "sliding_attention"]}}, {"error both sizes"}),
+        ("mixed", {NESTED: {"use_sliding_window": False}}, {"error both sizes"}),
+        ("mixed", {NESTED: {"use_sliding_window": GONE}}, {"warning both sizes"}),
+    ],
+)
+def test_config_and_metadata_must_agree(
+    saved: Path, tmp_path: Path, target: Target, name: str, changes: dict[str, Any], expected: set[str]
+) -> None:
+    """Servers read config.json; Draftless reads the metadata of the weights."""
+    (tmp_path / WEIGHTS).write_bytes((saved / name / WEIGHTS).read_bytes())
+    config = json.loads((saved / name / "config.json").read_text())
+    changes = {key: drop(config[key] | value) if key == NESTED else value for key, value in changes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert find(tmp_path, target) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pair_rank": 0},  # vLLM samples it from the rows after the anchor's
+        {"pair_rank": 0, "from_anchor": False, "logit_cap": 20.0, "embedding_scale": 2.0},  # the format has no scales
+    ],
+)
+def test_block_heads_that_vllm_computes_otherwise(tmp_path: Path, target: Target, settings: dict[str, Any]) -> None:
+    save_head(make_head("dflash", target, **settings), tmp_path)
     assert find(tmp_path, target) == {"error vllm block"}
-
-
-def test_windows_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
-    """The weights' metadata has them, which servers do not read."""
-    config = json.loads((saved / "windowed" / "config.json").read_text())
-    (tmp_path / WEIGHTS).write_bytes((saved / "windowed" / WEIGHTS).read_bytes())
-    for change in ({"layer_types": ["full_attention"]}, {"sliding_window": 8}, {"sliding_window": None}):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        assert find(tmp_path, target) == {"error both sizes"}
-
-
-def test_layers_without_a_window_must_be_in_the_config(saved: Path, tmp_path: Path, target: Target) -> None:
-    config = json.loads((saved / "mixed" / "config.json").read_text())
-    (tmp_path / WEIGHTS).write_bytes((saved / "mixed" / WEIGHTS).read_bytes())
-    for change, level in (
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "error"),
-        ({"use_sliding_window": False}, "error"),
-        ({"use_sliding_window": GONE}, "warning"),
-    ):
-        changed = {**config, "transformer_layer_config": drop(config["transformer_layer_config"] | change)}
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        assert find(tmp_path, target) == {f"{level} both sizes"}
 
 
 def test_vllm_takes_full_layers_for_causal(tmp_path: Path, target: Target) -> None:
     """Those of its DFlash, by the format that we write."""
     shape = {"layer": replace(LAYER, qk_norm=True, window=9), "full_layers": (1,), "from_anchor": False}
-    for name, settings in (("dflash", {"pair_rank": 0}), ("dflash2", HEADS["dflash2"])):
+    for name, settings in (("dflash", {"pair_rank": 0}), ("dflash2", HEADS["dflash2"][1])):
         for causal, expected in ((True, {"error vllm block"}), (False, set())):
             folder = tmp_path / f"{name}-{causal}"
             head = make_head("dflash", target, causal=causal, **{**shape, **settings})
             save_head(head, folder)
             assert find(folder, target) == expected
             assert describe_speculation(head, str(folder))["method"] == "dflash"
-
-
-def test_the_format_has_no_scales(tmp_path: Path, target: Target) -> None:
-    head = make_head("dflash", target, logit_cap=20.0, embedding_scale=2.0, pair_rank=0, from_anchor=False)
-    save_head(head, tmp_path)
-    assert find(tmp_path, target) == {"error vllm block"}
 
 
 def test_a_published_block_head_is_only_warned_of(tmp_path: Path, target: Target) -> None:

@@ -85,14 +85,9 @@ NO_FOLDER = "'nowhere': there is no such local folder"
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (generate, DRAFTING, "medusa needs head, the folder of a head that was trained for this model"),
-        (generate, [*DRAFTING, "--head", "target"], "target"),
-        (generate, [*DRAFTING, "--head", "hydra"], "the head in hydra is of kind hydra, not medusa"),
         (generate, [*DRAFTING, "--head", "wide"], "hidden size is 48; this target's is 32"),
         (generate, [*DRAFTING, "--head", "spoilt"], "calibration.json is no calibration (lacks 'acceptance')"),
-        (generate, [*DRAFTING, "--head", "medusa", "--depth", "3"], "medusa has no option depth; it is for draft"),
         (generate, [*DRAFTING, *NO_MODEL], NO_FOLDER),
-        (generate, ["--prompt", "x", "--proposer", "auto", *NO_MODEL], NO_FOLDER),
         (calibrate, [*CALIBRATING, *NO_MODEL], NO_FOLDER),
         (calibrate, [*CALIBRATING, "--head", "wide"], "hidden size is 48; this target's is 32"),
         (calibrate, ["--head", "medusa", "--prompt-file", "missing.jsonl"], "missing.jsonl: No such file"),

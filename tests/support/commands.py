@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -28,6 +29,13 @@ class Run(NamedTuple):
 
 
 Call = Callable[..., Run]
+
+
+class Screen(io.StringIO):
+    """A file that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def write_rows(file: str | Path, rows: Sequence[Any]) -> str:
