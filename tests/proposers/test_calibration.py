@@ -126,16 +126,11 @@ def test_a_calibration_is_saved_and_loaded(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("", "Expecting value"),
-        ("[]", "indices must be"),
         ("{}", "lacks 'acceptance'"),
-        ({"acceptance": []}, "at least one"),
         ({"acceptance": [[0.5], [0.5, 0.5], [0.1]]}, "the same number of ranks"),
-        ({"acceptance": [[1.5], [0.5], [0.1]]}, "between 0 and 1"),
         ({"acceptance": [[float("nan")], [0.5], [0.1]]}, "between 0 and 1"),
-        ({"confidence": [[0, 1]] * 3}, "unpack"),
         ({"confidence": [[0, 1, float("inf")]] * 3}, "finite"),
         ({"confidence": [[0, 1, 0]] * 2}, r"as of confidence \(2\)"),
-        ({"positions": ["many", 1, 1]}, "invalid literal"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: Any, message: str) -> None:

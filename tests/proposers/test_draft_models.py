@@ -67,26 +67,29 @@ def test_a_sampled_chain_does_not_depend_on_the_neighbours_limits(
     assert [token for chunk in bare for token in chunk.tokens] == plain.tokens
 
 
-def test_a_draft_model_reads_no_token_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def watch_widths(draft: Target) -> list[int]:
+    """How many tokens a row each pass of a model has, from now on."""
+    widths = list[int]()
+    draft.model.register_forward_pre_hook(
+        lambda *given: widths.append(given[2]["input_ids"].shape[1]), with_kwargs=True
+    )
+    return widths
+
+
+def test_a_draft_model_reads_no_token_twice(target: Target) -> None:
     """Its passes: the prompt and its bonus token; then the token of the deepest level and the bonus token."""
     draft = Target(tiny("llama"))
-    widths, forward = [], draft.model.forward
-    monkeypatch.setattr(
-        draft.model, "forward", lambda **inputs: widths.append(inputs["input_ids"].shape[1]) or forward(**inputs)
-    )
+    widths = watch_widths(draft)
     generate(target, [[5, 6, 7]], DraftProposer(draft, depth=4, nodes=5), max_new_tokens=30, stop_ids=[])
     first = [width for width in widths if width > 1]
     assert first == [4, *[2] * (len(first) - 1)] and len(first) >= 5
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
-def test_a_draft_model_reads_a_conversation_once(target: Target, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_draft_model_reads_a_conversation_once(target: Target, kind: str) -> None:
     """A new text that begins like the last one is read from there on; another one is read whole."""
     draft = Target(tiny(kind))
-    widths, forward = [], draft.model.forward
-    monkeypatch.setattr(
-        draft.model, "forward", lambda **inputs: widths.append(inputs["input_ids"].shape[1]) or forward(**inputs)
-    )
+    widths = watch_widths(draft)
     proposer, first = DraftProposer(draft, depth=2, nodes=3), [*range(5, 45)]
     (answer,) = generate(target, [first], proposer, max_new_tokens=9, stop_ids=[])
     prompts = {"goes on": [*first, *answer.tokens, 7, 8], "other": [*range(50, 90)]}
@@ -104,15 +107,10 @@ def test_a_draft_model_reads_a_conversation_once(target: Target, monkeypatch: py
 def test_a_draft_model_stays_right_when_another_row_ends(target: Target, width: int) -> None:
     """Its KV cache keeps each row's own tokens."""
     proposer = DraftProposer(target, width=width, depth=4, nodes=1 + 4 * width)
-    alone = generate(target, [[5, 6, 7]], proposer, max_new_tokens=41, stop_ids=[])[0]
-    together = generate(
-        target,
-        [[9, 8, 6, 5], [5, 6, 7]],
-        proposer,
-        max_new_tokens=41,
-        stop_ids=[],
-        criterion=lambda request_id, tokens: request_id == 0 and len(tokens) > 9,
-    )
+    limits: dict[str, Any] = {"max_new_tokens": 41, "stop_ids": []}
+    limits["criterion"] = lambda request_id, tokens: request_id == 0 and len(tokens) > 9
+    alone = generate(target, [[5, 6, 7]], proposer, request_ids=[1], **limits)[0]
+    together = generate(target, [[9, 8, 6, 5], [5, 6, 7]], proposer, **limits)
     assert len(together[0].tokens) < 20 and together[1].stats.accepted_by_depth == alone.stats.accepted_by_depth
 
 

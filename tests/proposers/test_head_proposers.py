@@ -486,7 +486,6 @@ def test_a_borrowed_matrix_is_that_of_the_current_target(monkeypatch: pytest.Mon
         ("medusa", {"nodes": 0}, "nodes is 0"),
         ("medusa", {"depth": 10}, "depth is 10; this head drafts 3 levels"),
         ("eagle", {"depth": 0}, "depth 0 and width 10 must be at least 1"),
-        ("eagle", {"width": 0}, "depth 6 and width 0 must be at least 1"),
     ],
 )
 def test_bad_settings_are_refused(target: Target, kind: str, settings: dict[str, Any], message: str) -> None:
@@ -494,19 +493,10 @@ def test_bad_settings_are_refused(target: Target, kind: str, settings: dict[str,
         make(kind, target, **settings)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 16}, "hidden size is 32; this target's is 16"),
-        ({"vocab_size": 50}, "vocabulary size is 24; this target's is 50"),
-        ({"num_hidden_layers": 3}, "number of layers is 2; this target's is 3"),
-    ],
-)
 @pytest.mark.parametrize("kind", MAIN)
-def test_a_head_for_another_target_is_refused(target: Target, kind: str, changes: dict[str, int], message: str) -> None:
-    other = Target(tiny("llama", **{"vocab_size": VOCABULARY, **changes}))
-    with pytest.raises(ValueError, match=message):
-        generate(other, [[5]], make(kind, target))
+def test_a_head_for_another_target_is_refused(target: Target, kind: str) -> None:
+    with pytest.raises(ValueError, match="hidden size is 32; this target's is 16"):
+        generate(Target(tiny("llama", vocab_size=VOCABULARY, hidden_size=16)), [[5]], make(kind, target))
 
 
 @pytest.mark.parametrize("model", ["gemma3_text", "llama"])

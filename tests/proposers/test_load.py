@@ -77,7 +77,6 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     Calibration(((0.3, 0.0),) * 3, ((0.0, 1.0, 0.0),) * 3, (100,) * 3).save(folder / "hydra")
     (folder / "own.py").write_text(OWN)
     (folder / "broken.py").write_text("x = 1\nx / 0\n")
-    (folder / "unwritten.py").write_text("class Mine\n")
     (folder / "whole").mkdir()
     (folder / "whole" / "config.json").write_text("{}")
     return folder
@@ -205,59 +204,37 @@ def test_a_head_that_cannot_draft_is_refused_without_a_warning_that_it_drafts(
         head = make_head("medusa", Target(tiny("llama", **settings)))
         head.config = replace(head.config, target_weights="y")
         save_head(head, heads / "elsewhere" / kind)
-    for name, options, message in (
-        ("wide", {}, "hidden size is 48"),
-        ("medusa", {"depth": 2}, "medusa has no option depth"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_proposer(heads / "elsewhere" / name, target, **options)
-    with pytest.raises(ValueError, match="is of kind medusa, not hydra"):
-        load_proposer("hydra", target, head=heads / "elsewhere" / "medusa")
-    with pytest.raises(ValueError, match="hidden size is 48"):
-        load_draft_head(heads / "elsewhere" / "wide", target)
+    for load_it in (load_proposer, load_draft_head):
+        with pytest.raises(ValueError, match="hidden size is 48"):
+            load_it(heads / "elsewhere" / "wide", target)
     assert not recwarn.list
-    for load_it in (load_proposer, lambda folder, target: load_draft_head(folder, target)):
+    for load_it in (load_proposer, load_draft_head):
         with pytest.warns(UserWarning, match="was trained for a model with other weights than this target's"):
             load_it(heads / "elsewhere" / "medusa", target)
 
 
 # ---- what is refused ----
 
-HAVE_HEADS = "it is for merged, medusa, multi-token, hydra, eagle, eagle3, peagle, dflash, mtp, auto"
 BEFORE_LOADING = [
     ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
     ("merged", {"draft_model": "TARGET", "head": "eagle3"}, "both head and draft_model name a drafter"),
     ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, lookahead, merged, draft, medusa"),
-    ("ngram", {"head": "x", "sampled": True}, f"ngram has no option head; {HAVE_HEADS}"),
-    ("auto", {"sampled": True}, "auto has no option sampled; it is for draft"),
     ("draft", {}, "draft needs draft_model, a smaller model"),
-    ("medusa", {"width": 3}, "medusa has no option width; it is for draft, eagle, eagle3"),
-    ("medusa", {"head": "nowhere"}, "cannot load a head from 'nowhere': there is no such local folder"),
     ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
     ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),
     ("HEADS/hydra", {"store": 1}, "hydra has no option store; it is for suffix, merged, auto"),
     ("HEADS/none.py:Mine", {}, "none.py:Mine': there is no such file"),
-    ("HEADS/own.py:Mine", {"nodes": 3}, "Mine has no option nodes; it is for"),
-    ("HEADS/hydra", {"depth": 2}, "hydra has no option depth; it is for draft, eagle, eagle3"),
     ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
     ("HEADS/whole", {}, "cannot load a head from .*whole': it holds none of medusa_lm_head"),
-    ("merged", {"head": "HEADS/whole"}, "cannot load a head from .*whole': it holds none of medusa_lm_head"),
     ("merged", {"draft_model": "HEADS/whole"}, "cannot load a model from .*whole': "),
-    ("draft", {"draft_model": "TARGET", "draft_proposer": "oak"}, "unknown proposer 'oak'"),
     ("draft", {"draft_model": "TARGET", "width": 0}, "width is 0; it must be at least 1"),
-    ("merged", {"nodes": 0}, "nodes is 0; it must be at least 1"),
     ("merged", {"nodes": 5000}, "nodes is 5000; a tree has its root and at most"),
     ("merged", {"nodes": "many"}, "nodes is 'many'; it must be a whole number from 1 on"),
     ("HEADS/own.py:Nobody", {}, "own.py has no class Nobody; it has Mine, Greedy, Other, Blind, Chosen, Wrapped$"),
-    ("HEADS/own.py:three", {}, "own.py has no class three"),
     ("HEADS/own.py:Greedy", {}, "Greedy in .* must be made without arguments: missing .* 'length'"),
-    ("mod.py", {}, "'mod.py' names a file; name the class too: mod.py:CLASS"),
     ("HEADS/own.py", {}, "own.py' names a file; name the class too: .*own.py:CLASS"),
     ("./my-head", {}, "^there is no folder './my-head'"),
-    ("draft", {"draft_model": "TARGET", "draft_proposer": "HEADS/none"}, "^there is no folder '.*none'"),
-    ("my-head", {}, "unknown proposer 'my-head'; choose from none, ngram"),
     ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
-    ("HEADS/unwritten.py:Mine", {}, "unwritten.py, line 1: SyntaxError: "),
 ]
 WHILE_LOADING = [
     ("HEADS/wide", {}, "hidden size"),

@@ -99,27 +99,6 @@ def test_n_grams_are_the_texts_and_what_the_target_predicts_after_the_window(
     assert source.found["cut off"] or sizes == (1, 2)  # at the answer's end
 
 
-def test_columns_that_the_text_has_passed_are_filled_anew() -> None:
-    window, text = Window(3, 2, request_id=7), [50, 51, 52, 53, 54]
-    window.columns = [[10, 11], [20, 21], [30, 31]]
-    assert window.list_paths() == [[10, 11], [10, 20, 21], [10, 20, 30, 31]]
-    assert window.advance([12, 22, 32], passed=1) == [[10, 11, 12], [20, 21, 22], [30, 31, 32]]
-    assert window.columns == [[11, 12], [21, 22], [31, 32]]
-    assert window.advance([13, 23], passed=2) == [[11, 12, 13], [21, 22, 23]]  # the third was cut off
-    assert window.columns == [[22, 23]]
-    window.fill(text)
-    assert window.columns[0] == [22, 23] and len(window.columns) == 3
-    pieces = [[first, second] for first, second in zip(text, [*text[1:], 50], strict=True)]
-    assert all(column in pieces for column in window.columns[1:])
-
-
-def test_columns_with_the_same_tokens_share_nodes() -> None:
-    window = Window(3, 2, request_id=0)
-    window.columns = [[6, 7], [7, 7], [8, 6]]
-    assert window.find_ends([5, 6, 7, 7, 8, 6], [-1, 0, 1, 2, 2, 4]) == [2, 3, 5]
-    assert window.find_ends([5, 6, 7, 8, 6, 0], [-1, 0, 1, 2, 3, -1]) == [2]  # the second is not there
-
-
 # ---- the pool ----
 
 

@@ -15,7 +15,7 @@ from decode import Sampling, Target, generate
 from proposers import DraftProposer, MergedProposer
 from proposers.draft_models.retokenized import Branches
 from proposers.draft_models.texts import ReadTexts
-from proposers.draft_models.vocabulary import DraftText, VocabularyMap, cut_character, read_bytes
+from proposers.draft_models.vocabulary import DraftText, VocabularyMap, read_bytes
 from proposers.search import DraftToken
 from tests.support.drafting import Recorder
 from tests.support.enumeration import (
@@ -87,16 +87,6 @@ def test_a_tokenizer_without_known_bytes_is_refused() -> None:
     pieces = PreTrainedTokenizerFast(tokenizer_object=backend)
     with pytest.raises(ValueError, match="a WordPiece tokenizer does not tell the bytes of its tokens"):
         read_bytes(pieces)
-
-
-def test_a_character_is_cut_where_it_ends() -> None:
-    for text in ("a", "é", "你", "🙂", "a🙂"):
-        data = text.encode()
-        for end in range(len(data) + 1):
-            complete, partial = cut_character(data[:end])
-            assert complete + partial == data[:end]
-            assert complete.decode() == data[:end].decode(errors="ignore")
-    assert cut_character(b"\xff\x80") == (b"\xff\x80", b"")  # no text
 
 
 def test_a_text_has_a_token_in_any_case() -> None:
@@ -216,27 +206,17 @@ def vocabulary_tokens(tokenizer: Any, data: bytes) -> list[int]:
 
 
 def test_an_end_is_drafted_by_its_role() -> None:
+    """Once, also at the root."""
     draft, target = merging(["ab"]), sentence_piece(["ab"])
-    vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    vocabulary, end = VocabularyMap(draft, target, len(draft), len(target)), draft.eos_token_id
+    root, letter = DraftToken(0, -1, 0.0), DraftToken(*spell(draft, "a"), 0, -1.0)
     branches = Branches(vocabulary, [], b"")
-    end = draft.eos_token_id
-    branches.add_paths(
-        [
-            DraftToken(0, -1, 0.0),
-            DraftToken(*spell(draft, "a"), 0, -1.0),
-            DraftToken(end, 1, -2.0),
-            DraftToken(end, 2, -3.0),
-        ]
-    )
+    branches.add_paths([root, letter, DraftToken(end, 1, -2.0), DraftToken(end, 2, -3.0)])
     first, last = branches.nodes
     assert vocabulary.bytes_of[first.token] == b"a" and last.token == target.eos_token_id and last.parent == 0
-
-
-def test_an_end_may_come_at_once() -> None:
-    draft, target = merging(["ab"]), sentence_piece(["ab"])
-    branches = Branches(VocabularyMap(draft, target, len(draft), len(target)), [], b"")
-    branches.add_paths([DraftToken(0, -1, 0.0), DraftToken(draft.eos_token_id, 0, -1.0)])
-    assert branches.nodes == [DraftToken(target.eos_token_id, -1, -1.0)]
+    at_once = Branches(vocabulary, [], b"")
+    at_once.add_paths([root, DraftToken(end, 0, -1.0)])
+    assert at_once.nodes == [DraftToken(target.eos_token_id, -1, -1.0)]
 
 
 def test_a_tokenizer_that_begins_each_text_with_a_space() -> None:
