@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from decode import Target, Tree, stream
 from decode.models.loading import check_model
+from decode.prefill import read_texts
 from heads.checkpoint import find_kind, is_saved_head
 from heads.kinds import KINDS
 from heads.vocabulary import top_tokens
@@ -173,7 +174,7 @@ def try_head(target: Target, proposer: HeadProposer, prompt: Sequence[int], answ
     Each head drafts after the true text, on the target's features: as in a tree that is right so far.
     """
     tokens = [*prompt, *answer]
-    _, features = target.open(1, proposer.layers).extend([tokens])
+    _, features = read_texts(target.open(1, proposer.layers), [tokens])
     assert features is not None
     text = torch.tensor(tokens, device=target.device)
     first, last = len(prompt) - 1, len(tokens) - 2  # the last committed token; the root follows it

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from decode import Target
+from decode.prefill import read_texts
 from scripts.benchmark.methods import Measured, Method, TokenIds
 from scripts.benchmark.questions import Question
 from scripts.shared.prompts import encode_turn
@@ -87,7 +88,7 @@ def _find_differences(target: Target, prompts: TokenIds, plain: Measured, measur
         if pair[0] != pair[1]:
             differing = (place for place, (left, right) in enumerate(zip(*pair, strict=False)) if left != right)
             position = next(differing, min(map(len, pair)))
-            logits, _ = target.open(1).extend([prompts[row] + pair[0][:position]])
+            logits, _ = read_texts(target.open(1), [prompts[row] + pair[0][:position]])
             first, second = logits[0].double().topk(2).values.tolist()
             found[row] = {"position": position, "gap": first - second}  # near 0, rounding decides
     return found

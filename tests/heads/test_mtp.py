@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
 from decode import Sampling, Target, generate
+from decode.prefill import read_texts
 from heads import checkpoint, load_head, save_head
 from heads.formats import mtp
 from proposers import MtpProposer, load_draft_head, load_proposer
@@ -218,7 +219,7 @@ def keep_module(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 def draft(proposer: Any, target: Target) -> tuple[Tensor, Tensor]:
     """A head's logits after a text, as a proposer computes them, and the features that it read."""
-    _, states = target.open(1, proposer.head.features).extend([TEXT[0, :-1].tolist()])
+    _, states = read_texts(target.open(1, proposer.head.features), [TEXT[0, :-1].tolist()])
     assert states is not None
     found = proposer.head(proposer.embedding(target)(TEXT[:, 1:]), states, torch.arange(TEXT.shape[1] - 1)[None])
     return proposer.head.logits(found), states

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decode import Engine, Sampling, Target, generate
 from decode.costs import CostCurve
+from decode.prefill import read_texts
 from decode.trees.noise import TEXT, row_keys
 from heads import LayerCache
 from heads.layer_cache import attend
@@ -90,7 +91,7 @@ class Written:
     """A head's probabilities after one text: each path is computed from the true features of all committed tokens."""
 
     def __init__(self, target: Target, head: Any, text: Sequence[int], noise: Any = None) -> None:
-        _, features = target.open(1, head.features).extend([text[:-1]])
+        _, features = read_texts(target.open(1, head.features), [text[:-1]])
         assert features is not None
         self.head, self.text, self.noise = head, text, noise
         self.embed = getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decode import Sampling, Step, Target, generate
+from decode.prefill import read_texts
 from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
 from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
 from proposers.sources.lookahead import Pool, Window
@@ -67,7 +68,7 @@ class WatchedSource(LookaheadSource):
                 if tuple(path) not in list_paths(step.tree, row):
                     self.found["cut off"] += 1
                     break
-                logits, _ = step.target.open(1).extend([[*old, *path]])
+                logits, _ = read_texts(step.target.open(1), [[*old, *path]])
                 columns.append([*column, int(logits.argmax())])
             grams.update(map(tuple, columns))
             moved = [column[1:] for column in columns[len(text) - len(old) - 1 :]] if old else []

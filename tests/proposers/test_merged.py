@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decode import Sampling, Target, generate
+from decode.prefill import read_texts
 from proposers import (
     AnswerStore,
     Continuation,
@@ -154,7 +155,7 @@ def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target)
     for end in range(5, 30):
         tail = tuple(text[end - 3 : end])
         if all(tuple(text[place - 3 : place]) != tail for place in range(end + 1, len(text) + 1)):
-            logits, _ = target.open(1).extend([text[:end]])
+            logits, _ = read_texts(target.open(1), [text[:end]])
             found = [token for _, token in find(recycled, tail)]
             assert found == logits[0].topk(KEPT_RANKS).indices.tolist() and found[0] == text[end]
 
