@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from heads import (
     choose_features,
 )
 from heads.hydra import HydraConfig, HydraHead
-from heads.layer_cache import hide
 from heads.rope import rotate
 from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, PlainLayer, close, drawn, made, silu
 
@@ -224,20 +222,6 @@ def test_a_cache_stays_in_its_place_when_rows_leave_and_join():
     assert close(head.contextualize(features[:2], cache), whole[:2]) and cache.held is held
 
 
-def test_a_draft_tree_attends_to_the_cache_without_changing_it():
-    head, cache = made("eagle"), LayerCache(1)
-    embedded, features, places = drawn(1, 7, HIDDEN), drawn(1, 7, HIDDEN, seed=2), torch.arange(7)[None]
-    head(embedded[:, :5], features[:, :5], places[:, :5], cache.attend)
-    cache.keep([5])
-    hidden = torch.tensor([[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
-    attend = partial(cache.attend, mask=hide(hidden, torch.float64)[None, None])
-    for _ in range(2):  # the second pass overwrites the first
-        tried = head(embedded[:, 5:], features[:, 5:], torch.tensor([[5, 5]]), attend)
-        for node in (5, 6):
-            path = [*range(5), node]
-            assert close(tried[:, node - 5], head(embedded[:, path], features[:, path], places[:, :6])[:, 5])
-
-
 def test_new_heads_return_their_input():
     features, embedded = drawn(2, 3, HIDDEN), drawn(2, 3, 2, HIDDEN, seed=2)
     medusa = MedusaHead(MedusaConfig(HIDDEN, VOCABULARY, layers=2)).double()
@@ -267,19 +251,6 @@ def test_the_default_layers_differ_from_each_other():
         chosen = choose_features(layers)
         assert len(chosen) == min(layers, 3) and sorted(set(chosen)) == list(chosen)
         assert chosen[0] >= 1 and chosen[-1] <= layers - (layers > 3)
-
-
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
-def test_gradients_reach_every_weight(kind):
-    head, embedded = made(kind, **({"prefix": LAYER, "heads": 1} if kind == "hydra" else {})), drawn(2, 4, HIDDEN)
-    features = drawn(2, 4, HIDDEN * len(head.features), seed=2)
-    if kind == "hydra":
-        states = head(head.contextualize(features), embedded[:, :, None], 0)
-    else:
-        states = head(embedded, head.fuse(features), torch.arange(4)[None])
-        states = head(embedded, states, torch.arange(1, 5)[None])
-    head.logits(states).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
 
 
 def test_bfloat16_distinguishes_positions_beyond_256():

@@ -10,9 +10,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Sampling, Target, generate
 from decode.trees.noise import TEXT, gumbel_max, row_keys
-from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, search
+from proposers import DraftProposer
 from proposers.search import add_noise
-from tests.support.drafting import make_head
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [3]]
 SETTINGS: list[dict[str, Any]] = [
@@ -58,23 +57,3 @@ def test_a_low_temperature_leaves_the_logits_as_they_are() -> None:
     logits = torch.randn(1, 2, 50)
     perturbed = add_noise(logits, [Sampling(temperature=1e-6, seed=1)], torch.tensor([5]), None)
     assert torch.allclose(perturbed, logits, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3", "merged"])
-def test_heads_draft_with_the_noise(target: Target, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each level with that of its own position."""
-    used_keys: list[list[int]] = []
-
-    def record(logits: torch.Tensor, samplings: Any, keys: torch.Tensor, tokens: Any) -> torch.Tensor:
-        assert len(keys) == len(samplings) == len(logits)
-        used_keys.append(keys.tolist())
-        return add_noise(logits, samplings, keys, tokens)
-
-    monkeypatch.setattr(search, "add_noise", record)
-    head_kind = "eagle" if kind == "merged" else kind
-    proposer = HEAD_PROPOSERS[head_kind](make_head(head_kind, target), nodes=9)
-    used = MergedProposer([], drafter=proposer, nodes=9) if kind == "merged" else proposer
-    generate(target, PROMPTS[:2], used, sampling=Sampling(), max_new_tokens=4)
-    assert not used_keys  # greedy targets have no noise
-    generate(target, PROMPTS[:2], used, sampling=Sampling(temperature=1.0, seed=1), max_new_tokens=8)
-    assert len(used_keys) > 1 and used_keys[0] != used_keys[1]

@@ -69,20 +69,6 @@ def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
             assert set(list_paths(tree, row)) == set(best_first(drafter, row, 3, nodes - 1))
 
 
-def test_a_narrow_search_follows_the_most_likely_paths_of_each_level() -> None:
-    drafter = MadeUpDrafter(1, 13)
-    tree = find(drafter, [7], 2).largest.first(1000)
-    expected, beam = set[tuple[int, ...]](), {(): 0.0}
-    for _ in range(3):
-        grown = {}
-        for path, score in beam.items():
-            best = drafter.probabilities(0, path).log_softmax(dim=0).topk(RANKS)
-            grown |= {(*path, int(token)): score + float(log_p) for log_p, token in zip(*best, strict=True)}
-        expected |= set(grown)
-        beam = dict(sorted(grown.items(), key=lambda item: -item[1])[:2])
-    assert set(list_paths(tree, 0)) == {tuple(token + 100 for token in path) for path in expected}
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_only_paths_that_a_tree_can_hold_are_followed(rows: int) -> None:
     """The trees are the same as if all were followed."""

@@ -106,13 +106,6 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
     assert len(read()[0]["messages"]) > 2 and "response" in read()[3]
 
 
-def test_a_chat_is_answered(call: Call, model: Path) -> None:
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hello"}]
-    assert call(write_rows("in.jsonl", [{"messages": chat}])).status == 0
-    answer = generate(Target.load(model, dtype="float64"), [chat], None, max_new_tokens=40)[0]
-    assert read()[0]["messages"][:-1] == chat and read()[0]["token_ids"] == [[answer.prompt, answer.tokens]]
-
-
 def test_files_of_several_kinds_are_combined(call: Call) -> None:
     Path("plain.txt").write_text("Two\nlines\n")
     rows = [{"id": "own", "prompt": "x", "temperature": 0.5}, {"prompt": "y", "source": "elsewhere"}]

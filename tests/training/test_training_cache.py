@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import itertools
-import json
 import random
 import threading
 from pathlib import Path
@@ -16,7 +13,6 @@ import torch
 from filelock import FileLock
 
 from decode import Target
-from heads.atomic_write import write_aside
 from tests.support.models import VOCABULARY, tiny
 from training import feature_cache
 from training.data import Example
@@ -187,12 +183,6 @@ def test_a_cache_of_something_else_is_refused(teacher: Teacher, tmp_path: Path) 
         FeatureCache(tmp_path / "other", SETTINGS)
 
 
-def test_a_kill_before_the_settings_were_written_does_no_harm(tmp_path: Path) -> None:
-    (tmp_path / ".settings.json.tmp").write_text("{")
-    FeatureCache(tmp_path, SETTINGS)
-    assert json.loads((tmp_path / "settings.json").read_text()) == SETTINGS
-
-
 def test_one_training_fills_a_cache_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made, entered = FeatureCache(tmp_path, SETTINGS), threading.Event()
 
@@ -205,32 +195,3 @@ def test_one_training_fills_a_cache_at_a_time(tmp_path: Path, capsys: pytest.Cap
         assert not entered.wait(0.2)
     assert entered.wait(10)
     assert capsys.readouterr().err == f"another training is filling {tmp_path}: waiting for it\n"
-
-
-def write_half(file: Any) -> None:
-    file.write(b"half")
-    raise KeyError
-
-
-class Full(io.RawIOBase):
-    """A file on a full disk."""
-
-    def write(self, _: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("write", "error"),
-    [
-        (write_half, KeyError),
-        (lambda _: Full().write(b"x"), OSError),
-        (lambda _: torch.save({"x": 1}, Full()), OSError),
-    ],
-)
-def test_files_are_whole_or_not_there(tmp_path: Path, write: Any, error: type[Exception]) -> None:
-    file = tmp_path / "file"
-    file.write_text("old")
-    with pytest.raises(error) as raised:
-        write_aside(file, write)
-    assert error is KeyError or str(raised.value) == f"[Errno 28] No space left on device: '{file}'"
-    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
