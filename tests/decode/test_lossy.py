@@ -67,9 +67,3 @@ def test_typical_acceptance_is_off_by_default(target: Target) -> None:
     assert lossy != plain and [len(tokens) for tokens in lossy] == [24, 24]
     assert texts(proposer, 1.0, lossy_typical_acceptance=True) == lossy  # nothing is random
     assert texts(proposer, 0.0, lossy_typical_acceptance=True) == texts(None, 0.0)
-
-
-def test_typical_acceptance_refuses_processors(target: Target) -> None:
-    sampling = Sampling(temperature=1.0, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
-        generate(target, [[5]], None, sampling=sampling, lossy_typical_acceptance=True)

@@ -12,7 +12,6 @@ import torch
 
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
 from decode.kv_cache import KVLayer
-from decode.prefill import read_texts
 from decode.session import Session
 from decode.trees.noise import gumbel_max
 from decode.trees.walk import draw
@@ -44,8 +43,7 @@ def test_refilled_rows_give_the_same_answers_as_alone(kind: str, temperature: fl
 
 
 def test_the_batch_stays_full_while_prompts_wait(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    sizes = []
-    real = Session.verify
+    sizes, real = list[int](), Session.verify
 
     def verify(session: Session, tree: Tree, **options: Any) -> Any:
         if tree.width == 1 and any(session.lengths):
@@ -75,35 +73,6 @@ def test_a_proposer_that_extends_plain_decoding_sees_all_prompts(target: Target)
     proposer = CountingProposer()
     generate(target, PROMPTS, proposer, batch_size=4, **SETTINGS)
     assert len(proposer.known) > len(PROMPTS) / 2  # the others end with their first token
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prefill_in_groups_of_similar_length(kind: str) -> None:
-    target = Target(tiny(kind))
-    session = target.open(len(PROMPTS), layers=(-1,))
-    logits, features = read_texts(session, PROMPTS)
-    assert session.lengths == LENGTHS and features is not None and features.shape[1] == max(LENGTHS)
-    for row, prompt in enumerate(PROMPTS):
-        last, own = read_texts(target.open(1, layers=(-1,)), [prompt])
-        assert own is not None
-        assert torch.allclose(logits[row], last[0], atol=1e-10)
-        assert torch.allclose(features[row, : len(prompt)], own[0], atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_renewed_row_keeps_nothing_of_the_old_one(kind: str) -> None:
-    target = Target(tiny(kind))
-    session, expected = target.open(3), target.open(3)
-    read_texts(session, [PROMPTS[5], PROMPTS[0], PROMPTS[2]])
-    other = session.open(2)
-    read_texts(other, [PROMPTS[1], PROMPTS[10]])
-    session.replace([0, 2], other, [0, 1])
-    read_texts(expected, [PROMPTS[1], PROMPTS[0], PROMPTS[10]])
-    for _ in range(2):
-        tree = Tree.chain([[3, 4], [5, 6], [7, 8]])
-        assert torch.allclose(session.verify(tree).logits, expected.verify(tree).logits, atol=1e-10)
-        for each in (session, expected):
-            each.keep([[0, 1]] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

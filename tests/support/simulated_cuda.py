@@ -35,24 +35,17 @@ aten = torch.ops.aten
 WAIT, UPLOAD, PAGEABLE, LAUNCH = "wait", "upload", "pageable upload", "launch"
 GRAPH = "graph of"  # a number of launches: the op that a log has for a replay
 
-MAKES_NOTHING = {  # no kernel runs
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::lift_fresh",
-    "aten::_unsafe_view",
-    "aten::detach",
-}
-READS_SIZES = {  # the shape of the result depends on data
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::repeat_interleave",
-}
-HAS_KERNEL = {"aten::scaled_dot_product_attention", "aten::_fused_rms_norm"}  # on a GPU; composed of others on a CPU
-INDEXES = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+
+def name_ops(names: str) -> set[str]:
+    return {f"aten::{name}" for name in names.split()}
+
+
+# No kernel runs.
+MAKES_NOTHING = name_ops("empty empty_like empty_strided new_empty lift_fresh _unsafe_view detach")
+# The shape of the result depends on data.
+READS_SIZES = name_ops("nonzero masked_select _unique2 unique_dim repeat_interleave")
+HAS_KERNEL = name_ops("scaled_dot_product_attention _fused_rms_norm")  # on a GPU; composed of others on a CPU
+INDEXES = name_ops("index index_put_ index_put _index_put_impl_")
 
 
 @dataclass(frozen=True)

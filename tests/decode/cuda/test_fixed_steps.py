@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from decode import Sampling, Session, Target, Tree
 from decode.cuda import backend as cuda
-from decode.cuda.fixed_steps import FixedSteps, compute_step, list_inputs, make_buffer
+from decode.cuda.fixed_steps import FixedSteps
 from decode.cuda.graph import CudaGraphPool
 from decode.devices import graph
 from decode.devices.graph import Captured, round_up
@@ -125,66 +123,6 @@ def test_long_texts_are_seen_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> 
         assert isinstance(steps, FixedSteps) and len(steps.graphs) <= 4
         windows.update(key[4] for key in steps.graphs)
     assert windows == {(64, 96), (64, 128), (96, 128)}
-
-
-class Step(nn.Module):
-    """A session's step as a function of its buffers and its cache."""
-
-    def __init__(self, session: Session, kind: Sampling) -> None:
-        super().__init__()
-        self.model = session.target.model
-        self.compute = partial(compute_step, session, levels=8, kind=kind, seen=0)
-        self.blocks = session.cache.blocks  # no modules
-
-    def forward(self, buffers: Mapping[str, Tensor], cache: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor | None]:
-        for block, states in zip(self.blocks, cache, strict=True):
-            block.hold(*states)
-        return vars(self.compute(buffers))
-
-
-def copy_cache(session: Session) -> list[tuple[Tensor, Tensor]]:
-    return [(block.keys.clone(), block.values.clone()) for block in session.cache.blocks]
-
-
-@pytest.mark.parametrize(("rows", "sampling", "chain"), [(1, GREEDY, True), (4, SAMPLED, False)])
-@torch.no_grad()
-def test_an_exported_step_serves_other_steps(rows: int, sampling: Sampling, chain: bool) -> None:
-    """Its shapes are numbers, and what it computes later, with more tokens committed, is what the session computes."""
-    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    session, _ = open_sessions("gemma3_text", rows, **kinds)
-    steps = session.steps
-    assert isinstance(steps, FixedSteps)
-
-    def begin_step(width: int) -> tuple[Tree, dict[str, Tensor]]:
-        """A tree and what a step reads, padded to 8 nodes."""
-        tokens = torch.randint(VOCABULARY, (rows, width))
-        tree = Tree.chain(tokens.tolist()) if chain else make_trees(random.Random(width), rows, width)
-        add_noise(session, sampling)
-        inputs = list_inputs(tree, session._upload or session.begin_upload(), sampling)
-        buffers = {name: make_buffer(name, tensor, rows, 8) for name, tensor in inputs.items()}
-        for name, tensor in inputs.items():
-            buffers[name][tuple(map(slice, tensor.shape))] = tensor
-        steps.make_room(8)
-        return tree, buffers
-
-    _, buffers = begin_step(8)
-    cache = copy_cache(session)
-    exported = torch.export.export(Step(session, sampling), (buffers, copy_cache(session)), strict=False)
-    values = tree_leaves([node.meta.get("val") for node in exported.graph.nodes])
-    sizes: list[Any] = [size for value in values if isinstance(value, Tensor) for size in value.shape]
-    assert len(sizes) > 100 and all(type(size) is int for size in sizes)
-    for block, states in zip(session.cache.blocks, cache, strict=True):
-        block.hold(*states)
-    for width in (3, 7):
-        tree, buffers = begin_step(width)
-        result = exported.module()(buffers, copy_cache(session))
-        add_noise(session, sampling)
-        expected = session.verify(tree, sampling=sampling)
-        torch.testing.assert_close(result["logits"][:, :width][tree.real], expected.logits[tree.real])
-        assert expected.packed is not None
-        accepted = unpack(expected.packed)
-        assert unpack(result["packed"]) == accepted
-        session.keep(accepted.path)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])

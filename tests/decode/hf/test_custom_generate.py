@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,10 +13,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
-    StopStringCriteria,
-    TextIteratorStreamer,
     WatermarkingConfig,
 )
 
@@ -159,19 +155,6 @@ def test_criteria_see_each_prefix_of_each_row_once(model: PreTrainedModel, propo
         assert sorted(ours.seen) == sorted(theirs.seen)
 
 
-def test_stop_strings(model: PreTrainedModel, proposer: Proposer, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
-    stop = text[9:12]
-    expected = model.generate(PROMPT, max_new_tokens=NEW, stop_strings=[stop], tokenizer=tokenizer)
-    for settings in (
-        {"stopping_criteria": [StopStringCriteria(tokenizer, [stop])]},
-        {"stop_strings": [stop], "tokenizer": tokenizer},
-        {"stop_strings": stop, "tokenizer": tokenizer, "min_new_tokens": 2},
-    ):
-        got = generate(model, PROMPT, proposer, **settings)
-        assert got.tolist() == expected.tolist() and got.shape[1] < PROMPT.shape[1] + NEW
-
-
 # Streamers and results
 
 
@@ -182,15 +165,6 @@ def test_a_streamer_gets_every_step_once(model: PreTrainedModel, proposer: Propo
     assert [token for step in steps for token in step] == got[0].tolist() and streamer.end.call_count == 1
     assert steps[0] == PROMPT[0].tolist()
     assert len(steps) == 1 + NEW or not isinstance(proposer, PlainProposer)
-
-
-def test_a_streamer_of_another_thread(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    text = tokenizer.decode(model.generate(PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :])
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
-    thread = Thread(target=generate, args=(model, PROMPT), kwargs={"streamer": streamer})
-    thread.start()
-    assert "".join(streamer) == text
-    thread.join()
 
 
 # Sampling
@@ -208,12 +182,6 @@ def test_torch_seed_reproduces(model: PreTrainedModel) -> None:
     for name, make in MAKERS.items():
         expected = sample(0, make(Target(model))) if name == "sampled" else first
         assert sample(0, make(Target(model))) == expected
-
-
-def test_greedy_decoding_leaves_the_generator_alone(model: PreTrainedModel) -> None:
-    state = torch.get_rng_state()
-    generate(model)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 SAMPLED: list[dict[str, Any]] = [

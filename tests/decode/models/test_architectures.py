@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 import decode.session
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.models.compatibility import AttentionWindow, attention_windows
 from decode.models.facts import find_context
 from decode.trees.masks import tree_masks
 from proposers import HEAD_PROPOSERS, DraftProposer, EagleProposer, HydraProposer, NGramProposer
@@ -250,14 +249,6 @@ def test_a_model_that_fails_on_a_tree_is_refused_with_its_reason() -> None:
     model.forward = fail
     with pytest.raises(ValueError, match=r"^llama cannot verify a tree: .* no kernel for this mask$"):
         Target(model)
-
-
-def test_windows_are_those_that_the_model_applies() -> None:
-    assert attention_windows(tiny("llama", sliding_window=CONTEXT)) == {"full_attention": AttentionWindow()}
-    assert attention_windows(tiny("mistral", sliding_window=WINDOW)) == {
-        "full_attention": AttentionWindow(window=WINDOW)
-    }
-    assert attention_windows(tiny("mistral", sliding_window=None)) == {"full_attention": AttentionWindow()}
 
 
 def test_the_context_ends_where_logits_depend_on_more_than_the_path() -> None:

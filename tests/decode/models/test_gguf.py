@@ -166,12 +166,22 @@ def rewrite(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return change
 
 
+def write_after(text: bytes, distance: int, new: bytes) -> Callable[[bytes], bytes]:
+    """Write bytes at a distance after a text of the header."""
+
+    def change(data: bytes) -> bytes:
+        place = data.index(text) + len(text) + distance
+        return data[:place] + new + data[place + len(new) :]
+
+    return change
+
+
 def name_token(text: bytes) -> bytes:
     """A token as the header has it."""
     return struct.pack("<Q", len(text)) + text
 
 
-HEADER = r"the header of m\.gguf is damaged or cut off"
+HEADER, UP = r"the header of m\.gguf is damaged or cut off", b"blk.1.ffn_up.weight"
 FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "another magic": (lambda data: b"GGML" + data[4:], "is no GGUF file: it does not begin with GGUF"),
     "version 1": (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "is in version 1 of GGUF"),
@@ -179,35 +189,14 @@ FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "the weights cut off": (lambda data: data[:-40], r"is cut off: it has \d+ bytes of \d+"),
     "another architecture": (rewrite(b"llama", b"klama"), "klama"),
     "no architecture": (rewrite(b"general.architecture", b"general.architectura"), "names no architecture"),
-    "a token that is not UTF-8": (
-        rewrite(name_token(b"<1>"), name_token(b"<\xff>")),
-        r"m\.gguf has a token that is not UTF-8; put the model's config\.json and tokenizer\.json next to it",
-    ),
-    "a weight of another name": (
-        rewrite(b"blk.1.ffn_up", b"blk.1.ffn_xy"),
-        r"lacks weights of the model: blk\.1\.ffn_up",
-    ),
+    "a token that is not UTF-8": (rewrite(name_token(b"<1>"), name_token(b"<\xff>")), "has a token that is not UTF-8"),
+    "a weight of another name": (rewrite(b"blk.1.ffn_up", b"blk.1.ffn_xy"), r"lacks weights .*: blk\.1\.ffn_up"),
+    "a value of an unknown kind": (write_after(b"general.architecture", 0, struct.pack("<I", 77)), HEADER),
+    "an array of an unknown kind": (write_after(b"tokenizer.ggml.tokens", 4, struct.pack("<I", 77)), HEADER),
+    "a row of half a block": (write_after(UP, 4, struct.pack("<Q", 48)), HEADER),
+    # After the shape's two sizes.
+    "an unknown form": (write_after(UP, 20, struct.pack("<I", 10)), r"has a weight, blk\.1\.ffn_up\.weight, .*type 10"),
 }
-
-
-UP = b"blk.1.ffn_up.weight"
-FORM = r"has a weight, blk\.1\.ffn_up\.weight, of ggml's type 10; supported are F32, F16"
-CHANGED: dict[str, tuple[bytes, int, bytes, str]] = {  # bytes to write at a distance after a text of the header
-    "a value of an unknown kind": (b"general.architecture", 0, struct.pack("<I", 77), HEADER),
-    "an array of an unknown kind": (b"tokenizer.ggml.tokens", 4, struct.pack("<I", 77), HEADER),
-    "a row of half a block": (UP, 4, struct.pack("<Q", 48), HEADER),
-    "an unknown form": (UP, 4 + 16, struct.pack("<I", 10), FORM),  # after the shape's two sizes
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_damaged_headers_are_refused(name: str, file: Path) -> None:
-    data, (text, distance, new, message) = bytearray(file.read_bytes()), CHANGED[name]
-    place = data.index(text) + len(text) + distance
-    data[place : place + len(new)] = new
-    file.write_bytes(data)
-    with pytest.raises(ValueError, match=message):
-        load_model(file)
 
 
 @needs_compiler

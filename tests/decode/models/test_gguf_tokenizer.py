@@ -17,19 +17,7 @@ from tests.support.gguf_files import write_vocabulary
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 # Tokens 0 to 2, 256 bytes, 19 texts, the first with the highest score, and at the end those of other types.
 BEGIN = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), *((f"<0x{byte:02X}>", BYTE) for byte in range(256))]
-TEXTS = [
-    "\u2581h",
-    "he",
-    "lo",
-    "llo",
-    "hello",
-    "\u2581hello",
-    "\u2581a",
-    "ab",
-    "\u2581ab",
-    "\u2581\u2581",
-    *"\u2581heloab<>",
-]
+TEXTS = [*["▁h", "he", "lo", "llo", "hello", "▁hello", "▁a", "ab", "▁ab", "▁▁"], *"\u2581heloab<>"]
 END = [("  ", USER_DEFINED), ("<tool>", USER_DEFINED), ("<|end|>", CONTROL), ("<|endoftext|>", CONTROL)]
 PIECES = [*BEGIN, *((text, NORMAL) for text in TEXTS), *END]
 PROMPTS = ["hello", " hello ab", "hello<tool> hello", "ab</s>ab<|end|> a", "a\u00e9\n  b   a", "", "<s>hello"]
@@ -54,61 +42,34 @@ def check(file: Any, prompts: Sequence[str], expected: Sequence[list[int]], fold
         assert [each(prompt)["input_ids"] for prompt in prompts] == [*expected]
 
 
-OF_PROMPTS: dict[str, tuple[dict[str, Any], list[list[int]]]] = {
+OF_PROMPTS: dict[str, tuple[dict[str, Any], str]] = {  # fields of the file, and the tokens of each prompt
     "defaults": (
         {},
-        [
-            [1, 259, 271, 262],
-            [1, 269, 259, 271, 262, 267],
-            [1, 259, 271, 262, 279, 269, 259, 271, 262],
-            [1, 267, 2, 267, 280, 269, 265],
-            [1, 265, 198, 172, 13, 278, 269, 275, 278, 269, 265],
-            [1],
-            [1, 1, 259, 271, 262],
-        ],
+        """1 259 271 262; 1 269 259 271 262 267; 1 259 271 262 279 269 259 271 262; 1 267 2 267 280 269 265;
+        1 265 198 172 13 278 269 275 278 269 265; 1; 1 1 259 271 262""",
     ),
     "no space at the beginning": (
         {"add_space_prefix": False},
-        [
-            [1, 263],
-            [1, 259, 271, 262, 267],
-            [1, 263, 279, 259, 271, 262],
-            [1, 266, 2, 266, 280, 265],
-            [1, 274, 198, 172, 13, 278, 275, 278, 265],
-            [1],
-            [1, 1, 263],
-        ],
+        """1 263; 1 259 271 262 267; 1 263 279 259 271 262; 1 266 2 266 280 265;
+        1 274 198 172 13 278 275 278 265; 1; 1 1 263""",
     ),
     "no BOS, but EOS": (
         {"add_bos_token": False, "add_eos_token": True},
-        [
-            [259, 271, 262, 2],
-            [269, 259, 271, 262, 267, 2],
-            [259, 271, 262, 279, 269, 259, 271, 262, 2],
-            [267, 2, 267, 280, 269, 265, 2],
-            [265, 198, 172, 13, 278, 269, 275, 278, 269, 265, 2],
-            [2],
-            [1, 259, 271, 262, 2],
-        ],
+        """259 271 262 2; 269 259 271 262 267 2; 259 271 262 279 269 259 271 262 2; 267 2 267 280 269 265 2;
+        265 198 172 13 278 269 275 278 269 265 2; 2; 1 259 271 262 2""",
     ),
     "Phi-3, whose special tokens take the spaces after them": (
         {"general.name": "Tiny Phi-3"},
-        [
-            [1, 259, 271, 262],
-            [1, 269, 259, 271, 262, 267],
-            [1, 259, 271, 262, 279, 259, 271, 262],
-            [1, 267, 2, 267, 280, 265],
-            [1, 265, 198, 172, 13, 278, 269, 275, 278, 265],
-            [1],
-            [1, 1, 259, 271, 262],
-        ],
+        """1 259 271 262; 1 269 259 271 262 267; 1 259 271 262 279 259 271 262; 1 267 2 267 280 265;
+        1 265 198 172 13 278 269 275 278 265; 1; 1 1 259 271 262""",
     ),
 }
 
 
 @pytest.mark.parametrize("name", OF_PROMPTS)
 def test_tokens_of_sentence_piece_vocabularies(name: str, tmp_path: Path) -> None:
-    fields, expected = OF_PROMPTS[name]
+    fields, tokens = OF_PROMPTS[name]
+    expected = [[*map(int, each.split())] for each in tokens.split(";")]
     check(write_pieces(tmp_path / "v.gguf", fields), PROMPTS, expected, tmp_path)
 
 
@@ -192,50 +153,35 @@ def test_bos_and_eos_of_byte_level_vocabularies(tmp_path: Path) -> None:
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-# Tokens with their types, more of the header, and the texts of the tokens that end an answer.
-ENDS: dict[str, tuple[dict[str, int], dict[str, Any], list[str]]] = {
-    "named ones": (
-        {"<e>": 3, "<t>": 3, "<m>": 3},
-        {"eos_token_id": 0, "eot_token_id": 1, "eom_token_id": 2},
-        ["<e>", "<t>", "<m>"],
-    ),
-    "the named one first": (
-        {"<|endoftext|>": 3, "<|im_end|>": 3},
-        {"eos_token_id": 1},
-        ["<|im_end|>", "<|endoftext|>"],
-    ),
-    "Gemma": ({"<eos>": 3, "<end_of_turn>": 3, "a": 1}, {"eos_token_id": 0}, ["<eos>", "<end_of_turn>"]),
-    "none is named": ({"<|im_end|>": 3, "a": 1}, {}, ["<|im_end|>"]),
-    "a turn's end that the template writes": (
-        {"<|im_end|>": 4, "a": 1},
-        {"tokenizer.chat_template": CHATML},
-        ["<|im_end|>"],
-    ),
+# Tokens, each followed by its type, more of the header, and the tokens that end an answer.
+ENDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "named ones": ("<e>3 <t>3 <m>3", {"eos_token_id": 0, "eot_token_id": 1, "eom_token_id": 2}, "<e> <t> <m>"),
+    "the named one first": ("<|endoftext|>3 <|im_end|>3", {"eos_token_id": 1}, "<|im_end|> <|endoftext|>"),
+    "Gemma": ("<eos>3 <end_of_turn>3 a1", {"eos_token_id": 0}, "<eos> <end_of_turn>"),
+    "none is named": ("<|im_end|>3 a1", {}, "<|im_end|>"),
+    "a turn's end that the template writes": ("<|im_end|>4 a1", {"tokenizer.chat_template": CHATML}, "<|im_end|>"),
     "a message's end in a longer answer": (
-        {"<|end|>": 3, "<|return|>": 3, "<|call|>": 3},
+        "<|end|>3 <|return|>3 <|call|>3",
         {"eos_token_id": 1},
-        ["<|return|>", "<|call|>"],
+        "<|return|> <|call|>",
     ),
-}
-ENDS_OF_ITS_OWN: dict[str, tuple[dict[str, int], dict[str, Any], list[str]]] = {  # llama.cpp has more in these
-    "no token is taken for granted": ({chr(97 + number): 1 for number in range(20)}, {}, []),
-    "HTML is text": ({"<eos>": 3, "</s>": 4, "a": 1}, {"eos_token_id": 0}, ["<eos>"]),
-    "an end of another file": ({"<|endoftext|>": 3, "<|file_sep|>": 3}, {"eos_token_id": 0}, ["<|endoftext|>"]),
-    "an id that is no token": ({"a": 1, "b": 1}, {"eos_token_id": 2}, []),
+    # llama.cpp has more in these:
+    "no token is taken for granted": (" ".join(f"{chr(97 + number)}1" for number in range(20)), {}, ""),
+    "HTML is text": ("<eos>3 </s>4 a1", {"eos_token_id": 0}, "<eos>"),
+    "an end of another file": ("<|endoftext|>3 <|file_sep|>3", {"eos_token_id": 0}, "<|endoftext|>"),
+    "an id that is no token": ("a1 b1", {"eos_token_id": 2}, ""),
 }
 
 
-@pytest.mark.parametrize("name", ENDS | ENDS_OF_ITS_OWN)
+@pytest.mark.parametrize("name", ENDS)
 def test_tokens_that_end_an_answer(name: str, tmp_path: Path) -> None:
-    tokens, fields, expected = (ENDS | ENDS_OF_ITS_OWN)[name]
-    file = write_vocabulary(tmp_path / "v.gguf", "gpt2", [*tokens], [*tokens.values()], {"merges": ["a b"], **fields})
-    vocabulary = Vocabulary(file)
-    assert [vocabulary.texts[token] for token in vocabulary.ends] == expected
-    special = {
-        *make(file).all_special_tokens,
-        *(str(token) for token in make(file).added_tokens_decoder.values() if token.special),
-    }
-    assert special >= {*expected}
+    tokens, fields, expected = ENDS[name]
+    texts, types = zip(*((token[:-1], int(token[-1])) for token in tokens.split()), strict=True)
+    file = write_vocabulary(tmp_path / "v.gguf", "gpt2", texts, types, {"merges": ["a b"], **fields})
+    vocabulary, made = Vocabulary(file), make(file)
+    assert [vocabulary.texts[token] for token in vocabulary.ends] == expected.split()
+    added = {str(token) for token in made.added_tokens_decoder.values() if token.special}
+    assert {*made.all_special_tokens} | added >= {*expected.split()}
 
 
 REFUSED: dict[str, tuple[str, list[str], dict[str, Any], str]] = {

@@ -58,10 +58,12 @@ def test_a_thousand_random_rejections_leave_the_text_of_plain_decoding(target: T
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_that_of_plain_decoding(target: Target, temperature: float) -> None:
-    sampling, expected = Sampling(temperature, seed=3), None
+    """Equal prompts have states of their own."""
+    prompts, sampling = [*PROMPTS, PROMPTS[0]], Sampling(temperature, seed=3)
+    settings: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
+    expected = [answer.tokens for answer in generate(target, prompts, None, batch_size=1, **settings)]
     for proposer in (None, NGramProposer(), MergedProposer(nodes=6)):
-        answers = generate(target, PROMPTS, proposer, batch_size=3, max_new_tokens=24, sampling=sampling)
-        expected = expected or [answer.tokens for answer in answers]
+        answers = generate(target, prompts, proposer, batch_size=4, **settings)
         assert [answer.tokens for answer in answers] == expected
 
 
@@ -71,14 +73,8 @@ def test_requests_join_and_leave(target: Target) -> None:
     requests = [engine.add(PROMPTS[0], max_new_tokens=8), engine.add(PROMPTS[1], max_new_tokens=12)]
     engine.step()
     requests.append(engine.add(PROMPTS[2], max_new_tokens=16))
-    for _ in engine:
-        pass
+    list(engine)
     assert [request.answer.tokens for request in requests] == alone
-
-
-def test_equal_prompts_have_states_of_their_own(target: Target) -> None:
-    answers = generate(target, [PROMPTS[0]] * 2, NGramProposer(), batch_size=2, max_new_tokens=12)
-    assert answers[0].tokens == answers[1].tokens == generate(target, [PROMPTS[0]], max_new_tokens=12)[0].tokens
 
 
 @pytest.mark.parametrize("ids", [PROMPT, RAGGED], ids=["one", "ragged"])
@@ -139,13 +135,6 @@ def test_a_tree_becomes_its_first_path() -> None:
     tree = Tree.of_rows([([7, 8, 9, 10, 11], [-1, 0, 0, 1, 2]), ([4], [-1])])
     assert tree.best_chains().tokens.tolist() == [[7, 8, 10], [4, 0, 0]]
     assert tree.best_chains().sizes.tolist() == [3, 1]
-
-
-def test_rows_go_on_without_others(target: Target) -> None:
-    session = target.open(3)
-    read_texts(session, PROMPTS)
-    session.select([2, 1])
-    assert session.lengths == [len(PROMPTS[2]), len(PROMPTS[1])]
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])

@@ -265,6 +265,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "half a batch": ({"batch_size": 1.5}, "batch_size is 1.5"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
     "an empty batch": ({"batch_size": 0}, "batch_size is 0"),
+    "log probabilities or not": ({"log_probs": True}, "log_probs is True"),
+    "log probabilities of a part": ({"log_probs": 2.0}, "log_probs is 2.0"),
     "too many nodes": ({"nodes": np.int64(4000)}, "nodes is 4000"),
     "an empty stop text": ({"stop": ["a", ""]}, "stop string is empty"),
     "a stop text of bytes": ({"stop": b"ab"}, "not b'ab'"),

@@ -95,12 +95,6 @@ def test_none_stands_for_a_default(target: Target, setting: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("wrong", [True, np.bool_(False), 2.0, "3"])
-def test_log_probs_is_a_number_of_tokens(target: Target, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"log_probs is .*; it must be a whole number from 0 on"):
-        Engine(target, None).add(PROMPT, log_probs=wrong)
-
-
 class Tokenizer(PreTrainedTokenizerFast):
     """One that cannot decode a token: of a model with more outputs than its tokenizer has tokens, for example."""
 
