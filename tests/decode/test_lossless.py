@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from decode import Answer, Proposer, Sampling, Step, Target, Tree, generate
+from decode import Answer, Engine, Proposer, Sampling, Step, Target, Tree, generate, speculate
+from heads import KINDS as HEAD_KINDS
+from heads.checkpoint import load_head, save_head
 from proposers import (
     AnswerStore,
     DFlashProposer,
@@ -357,3 +360,42 @@ def test_little_room_makes_trees_shallower_but_not_smaller(
     assert any(1 < room < nodes for _, room in proposer.calls)
     assert all(size == min(nodes, 2 * room - 1) for room, size in proposer.verified)
     assert all(answer.stats.steps <= 4 for answer in answers)
+
+
+# torch's global generator: greedy decoding and loading leave it alone.
+
+
+def count_moves(call: Any) -> bool:
+    before = torch.get_rng_state()
+    call()
+    return not torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_greedy_decoding_leaves_it_alone(target: Target, name: str) -> None:
+    proposer = DETERMINISTIC[name](target)
+    assert not count_moves(lambda: generate(target, [[5, 9, 5], [7]], proposer, max_new_tokens=5))
+
+
+def test_so_do_requests_and_transformers_generate(target: Target) -> None:
+    engine, ids = Engine(target, "merged"), torch.tensor([[5, 9, 5]])
+    assert not count_moves(lambda: [engine.add([5, 9, 5], max_new_tokens=5), *engine])
+    options = {"max_new_tokens": 5, "do_sample": False, "custom_generate": speculate}
+    assert not count_moves(lambda: target.model.generate(ids, **options, proposer="merged"))
+
+
+@pytest.mark.parametrize("kind", HEAD_KINDS)
+def test_so_does_a_head_that_is_loaded(target: Target, kind: str, tmp_path: Path) -> None:
+    """Else the first sampled answer of a process would differ from the same one later."""
+    save_head(make_head(kind, target), tmp_path / kind)
+    assert not count_moves(lambda: load_head(tmp_path / kind))
+
+
+def test_sampling_without_a_seed_draws_one(target: Target) -> None:
+    assert not count_moves(Sampling) and not count_moves(lambda: Sampling(0.7, seed=3))
+    assert count_moves(lambda: Sampling(0.7))
+    torch.manual_seed(4)
+    first = generate(target, [5, 9, 5], None, sampling=Sampling(1.0))[0].tokens
+    torch.manual_seed(4)
+    generate(target, [5, 9, 5], None)
+    assert generate(target, [5, 9, 5], None, sampling=Sampling(1.0))[0].tokens == first

@@ -170,27 +170,6 @@ def keep(cache: KVCache, path: list[list[int]]) -> None:
     cache.commit([*map(len, path)])
 
 
-def test_keep_moves_overlapping_slots_and_leaves_other_rows_alone() -> None:
-    cache = KVCache(3)
-    cache.lengths = [4, 0, 2]
-    cache.reserve(0, 6, torch.device("cpu"))
-    states = torch.arange(3 * 6, dtype=torch.float64).view(3, 1, 6, 1)
-    cache.update(states, states + 100, layer_idx=0)
-    layer = cache.layers[0]
-    before = layer.keys.clone()
-    keep(cache, [[0, 1, 3, 5], [0, 2, 3, 4], [0, 1]])  # the last row moves nothing
-    assert cache.lengths == [8, 4, 4]
-    assert layer.keys[0, 0, 4:8, 0].tolist() == [0, 1, 3, 5]
-    assert layer.keys[1, 0, 0:4, 0].tolist() == [6, 8, 9, 10]
-    assert layer.values[1, 0, 0:4, 0].tolist() == [106, 108, 109, 110]
-    assert torch.equal(layer.keys[2], before[2])
-    cache.select([0, 2])
-    assert cache.lengths == [8, 4] and torch.equal(layer.keys[1, :, :4], before[2, :, :4])
-    cache.add_rows(1)
-    assert cache.lengths == [8, 4, 0] and layer.keys.shape[0] == 3
-    assert torch.equal(layer.keys[1, :, :4], before[2, :, :4])
-
-
 def test_layers_of_one_shape_share_tensors() -> None:
     """At most 8 of them, and a layer of another shape has tensors of its own. All are moved, grown and selected."""
     cache = KVCache(2, layer_count=11)

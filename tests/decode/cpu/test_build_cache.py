@@ -80,22 +80,15 @@ def test_a_damaged_file_is_rebuilt(damage: str, kernel_folder: Path) -> None:
     assert build_once("some.so", build).read_bytes() == b"a library" and build.call_count == 2 and is_whole(path)
 
 
-def test_leftovers_of_a_killed_build_are_not_used(kernel_folder: Path) -> None:
-    left = kernel_folder / "some.partial"
-    left.mkdir(parents=True)
-    (left / "some.so").write_bytes(b"a li")
-    (kernel_folder / "some.sha256").write_text("of another build")
-    assert build_once("some.so", builder()).read_bytes() == b"a library" and not left.exists()
-
-
-def test_leftovers_of_other_builds_are_swept_unless_they_go_on(kernel_folder: Path) -> None:
-    left, running = kernel_folder / "old.partial", kernel_folder / "running.partial"
-    for folder in (left, running):
+def test_leftovers_of_killed_builds_are_swept_but_not_those_of_one_that_runs(kernel_folder: Path) -> None:
+    own, left, running = (kernel_folder / f"{name}.partial" for name in ("some", "old", "running"))
+    for folder in (own, left, running):
         folder.mkdir(parents=True)
-        (folder / "some.cpp").write_text("half")
+        (folder / "some.so").write_bytes(b"a li")
+    (kernel_folder / "some.sha256").write_text("of another build")
     with FileLock(running.with_suffix(".lock")):
-        build_once("some.so", builder())
-    assert not left.exists() and running.exists()
+        assert build_once("some.so", builder()).read_bytes() == b"a library"
+    assert not own.exists() and not left.exists() and running.exists()
     build_once("other.so", builder())
     assert not running.exists()
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode import Target, generate
+from decode import Target
 from decode.prefill import read_texts
 from decode.trees.tree import Tree
-from proposers import NGramProposer
 from tests.support.models import needs_compiler
 
 pytestmark = [pytest.mark.slow, needs_compiler]
@@ -36,16 +35,3 @@ def test_logits_do_not_depend_on_other_tokens_of_the_pass(target: Target) -> Non
         for node, token in enumerate(chain):
             assert torch.equal(one_by_one.verify(Tree.chain([[token]])).logits[0, 0], together[row, node])
             one_by_one.keep([[0]])
-
-
-def test_n_grams_and_batches_give_plain_decodings_tokens() -> None:
-    target = Target.load(accelerate="compiled")
-    prompts = [
-        "Copy this, then continue it: one fish, two fish, red fish, blue fish, one fish, two fish,",
-        "Write a Python function that returns the n-th Fibonacci number, and explain it.",
-        "Translate to French: The cat sleeps on the warm stone.",
-    ]
-    plain = [answer.tokens for answer in generate(target, prompts, None, batch_size=1, max_new_tokens=64)]
-    for batch_size in (1, 3):
-        answers = generate(target, prompts, NGramProposer(), batch_size=batch_size, max_new_tokens=64)
-        assert [answer.tokens for answer in answers] == plain

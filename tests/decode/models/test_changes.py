@@ -241,16 +241,6 @@ def test_requests_that_wait_are_answered_with_the_new_weights() -> None:
     assert [token for chunk in waiting for token in chunk.tokens] == tell_text(model)
 
 
-def test_a_packed_target_refuses_until_it_is_made_anew(target: Target) -> None:
-    model = make_model(4, torch.float32)
-    packed = Target(model, accelerate="packed")
-    WAYS["an element"](model)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"copies of them; make a new one: Target\(.*accelerate='packed'\)"):
-            generate(packed, PROMPT, None, **SETTINGS)
-    assert generate(Target(model, accelerate="packed"), PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
-
-
 def test_a_copy_that_failed_to_be_made_is_not_replaced_by_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     living = Living(make_model(6, torch.float32), "packed", "speculate")
     living.answer()
