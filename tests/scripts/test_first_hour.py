@@ -13,6 +13,7 @@ import torch
 from scripts import bench
 from scripts.benchmark import first_hour
 from scripts.benchmark.first_hour import DONE, PAGE, REPORT, Part, run_parts
+from tests.support.commands import Call
 
 CPU = torch.device("cpu")
 
@@ -51,19 +52,11 @@ def test_the_same_command_goes_on_after_what_is_done(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [
-        (["--methods", "ngram"], "--methods is not for --first-hour"),
-        (["--device-map", "auto"], "for one device"),
-        (["--device", "cuda"], "torch finds none"),
-    ],
+    [(["--methods", "ngram"], "--methods is not for --first-hour"), (["--device-map", "auto"], "for one device")],
 )
-def test_what_it_cannot_do_is_refused(
-    options: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        bench.main(["--first-hour", str(tmp_path / "hour"), *options])
-    assert reason in capsys.readouterr().err and not (tmp_path / "hour").exists()
+def test_what_it_cannot_do_is_refused(options: list[str], reason: str, tmp_path: Path, run_main: Call) -> None:
+    run_main(bench.main, "--first-hour", tmp_path / "hour", *options).refused(reason)
+    assert not (tmp_path / "hour").exists()
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def show(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[
     return run
 
 
-def test_the_demos_text_fits_the_terminal(
+def test_the_demo_compares_all_methods_within_the_terminal(
     monkeypatch: pytest.MonkeyPatch, run_main: Call, save_model: Callable[..., Path]
 ) -> None:
     model = ModelOptions(str(save_model()), dtype="float64", accelerate="off")
@@ -129,7 +129,11 @@ def test_the_demos_text_fits_the_terminal(
     monkeypatch.setattr(demo, "PROMPTS", [prompt[:150] for prompt in demo.PROMPTS])
     monkeypatch.setenv("COLUMNS", "100")
     run = run_main(demo.main)
-    assert run.status == 0 and "| auto " in run.out and 90 < measure_width(run.out) <= 100
+    assert run.status == 0 and 90 < measure_width(run.out) <= 100
+    _, _, *lines = [line for line in run.out.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[0], row[-2]) for row in rows] == [(name, "100%") for name in ("none", *demo.METHODS.split(","))]
+    assert [float(row[1]) for row in rows[:2]] == [1.0, 1.0] and min(float(row[1]) for row in rows) >= 1.0
 
 
 def test_check_and_passes_show_progress(show: Any, tmp_path: Path, save_model: Any) -> None:
