@@ -31,6 +31,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 BLOCK = published.ZLAB["dflash_config"]
 BLOCK_MASK = {"mask_token_id": 3}
 WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6}
+MIXED = WINDOWS | {"layer_types": ["sliding_attention", "full_attention"]}
 CODEBOOK = {"candidate_selector.predecessor_codebook": drawn(9, 2)}
 TWO_HEADS = {name: None for name in FILES["medusa"][0] if name[0] in "12" or name == "0.1.weight"}
 UNGROUNDED = {f"hydra_mlp.{i}.1.linear.weight": drawn(8, 8) for i in range(4)}
@@ -60,10 +61,8 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("saved", {}, {"draftless": {"kind": "hydra", "hidden_size": 8}}, "is damaged: .* argument: 'vocab_size'"),
         ("saved", {}, {"draftless": {"kind": "oak"}}, "it is of kind 'oak', which is not one of ours"),
         ("mapped", {"token_map": torch.arange(5) * 4}, {}, "must be a list of different tokens, each below 13"),
-        ("mapped", {"token_map": drawn(5)}, {}, "token_map must be"),
         ("mapped", {"token_map": None}, {}, "missing: token_map or d2t, which must map its 5 output rows to 13 tokens"),
         ("mapped", {}, {"vocab_size": "96"}, "vocab_size: '96'; it must be a positive number"),
-        ("mapped", {}, {"vocab_size": -1}, "vocab_size: -1; it must"),
         ("mapped", {}, {"draftless": 1}, "draftless: 1; it must be an object"),
         ("mapped", {}, {"draftless": {"token_map": ["1"]}}, "token_map must be a list of tokens"),
         ("mapped", {}, {"vocab_size": None}, "does not contain the target's vocabulary size"),
@@ -90,14 +89,7 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("dflash", {}, {"layer_types": ["sliding_attention"] * 2}, "its config has windows, but no size"),
         ("dflash", {}, {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries; the head has 2 layers"),
         ("dflash", {}, WINDOWS | {"use_sliding_window": False}, "has windows, and use_sliding_window: false"),
-        (
-            *(
-                "dflash",
-                {},
-                {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "is_causal": True},
-            ),
-            "is_causal: true, which is not supported where some layers have a window",
-        ),
+        ("dflash", {}, MIXED | {"is_causal": True}, "is_causal: true, which is not supported where some layers have a"),
         ("dflash", {}, {"final_logit_softcapping": "20"}, "softcapping: '20'; it must be a positive number"),
         ("dflash", {}, {"logit_scale": 0.5}, "its config has logit_scale: 0.5; only 1 is supported"),
         ("dflash", {}, {"markov_head_type": "gated"}, "its markov_head_type is 'gated'; only vanilla"),
@@ -118,23 +110,14 @@ WIDE_EMBEDDING = {"embed_tokens.weight": drawn(VOCABULARY, 9)}
         ("dflash", {}, {"aux_hidden_state_layer_ids": []}, "must list at least one layer, .* from 0 to 12"),
         ("dflash", {}, {"aux_hidden_state_layer_ids": "all"}, "layer_ids: 'all'; it must be a list of layers$"),
         ("dflash", {}, {"num_target_layers": "many"}, "num_target_layers: 'many'; it must be a whole number$"),
-        (
-            "eagle3",
-            {},
-            {READ: None, "eagle_config": {READ: [1, 4]}},
-            rf": eagle_config.{READ} is \[1, 4\]; a list of 3",
-        ),
-        (
-            *("eagle3", {}, {READ: None, "eagle_config": {READ: [1, 8, 4]}}),
-            rf"has eagle_config.{READ}: \[1, 8, 4\]; it must be ascending layer numbers from -1$",
-        ),
+        ("eagle3", {}, {READ: None, "eagle_config": {READ: [1, 4]}}, rf": eagle_config.{READ} is \[1, 4\]; a list of"),
+        ("eagle3", {}, {READ: None, "eagle_config": {READ: [1, 8, 4]}}, rf"has eagle_config.{READ}: \[1, 8, 4\]; it"),
         ("eagle3", {}, {READ: [True, 2, 5]}, r"\[True, 2, 5\]; it must be a list of layers$"),
         ("dflash", {}, {"dflash_config": {"target_layer_ids": [1, 4, 8]}}, "mask_token_id: None; it must be a whole"),
         ("dflash", {}, {"dflash_config": BLOCK | {"mask_token_id": 13}}, "mask_token is 13; it must be a token of"),
         ("dflash", {}, {"block_size": 1}, "heads is 0; a head that drafts in one pass has at least one"),
         ("eagle3", {"lm_head.weight": None}, {}, "draft vocabulary needs an output matrix of its own, lm_head.weight"),
         ("eagle3", {"t2d": torch.ones(13, dtype=torch.bool)}, {}, "d2t and t2d are of different tokens"),
-        ("eagle3", {"t2d": None, "d2t": torch.arange(5) * 9}, {}, "a list of different tokens, each below 13"),
         ("eagle3", {"t2d": None, "d2t": drawn(5)}, {}, "its d2t is .5. of torch.float64; it must be a list of offsets"),
         ("eagle3", {"norm.weight": None}, {}, "missing: norm.weight$"),
         ("eagle3", {}, {"norm_before_fc": True}, "missing: input_norm.weight$"),

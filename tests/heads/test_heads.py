@@ -84,8 +84,6 @@ def test_the_prefix_layer_matches_the_reference():
 
 
 class EagleReference(PlainLayer):
-    """An EAGLE head in plain tensor operations."""
-
     def __init__(self, head: Any) -> None:
         self.head, self.eagle3 = head.config, head.kind == "eagle3"
         super().__init__(head.config.layer, head.state_dict(), "midlayer." if self.eagle3 else "layers.0.")

@@ -291,7 +291,6 @@ def test_copies_of_the_targets_matrices_are_not_kept(change: Change, tmp_path: P
 def test_a_file_of_the_module_alone_is_compared_with_the_target(
     change: Change, dtype: torch.dtype, added: float | None, tmp_path: Path
 ) -> None:
-    """Also if the target has another dtype."""
 
     def all_changes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         give("deepseek_v3", added, added, change)(tensors, config)
@@ -307,7 +306,6 @@ def test_a_file_of_the_module_alone_is_compared_with_the_target(
 
 
 def move(number: int) -> Change:
-    """Give the module, or its layer, another number."""
 
     def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         for name in [*tensors]:

@@ -222,15 +222,3 @@ def test_sampled_drafts_keep_the_distribution(size: int) -> None:
         for seed, proposer in ((1, None), (2, DraftProposer(draft, depth=3, sampled=True, nodes=4)))
     ]
     assert compare_third_tokens(*answers) < 33  # 11 degrees of freedom, p = 0.0005
-
-
-def test_other_vocabularies_are_refused_for_what_differs() -> None:
-    other = make_tokenizer()
-    other.add_tokens(["another"])
-    target = make()
-    for smaller, message in (
-        (Target(tiny("llama", vocab_size=90)), "vocabulary of 90 tokens, the target one of 96.*give both"),
-        (Target(target.model, other), "a BPE tokenizer does not tell the bytes of its tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DraftProposer(smaller).begin(target)

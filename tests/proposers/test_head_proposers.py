@@ -145,7 +145,6 @@ class Written:
         return states[0, -3:]
 
     def mask(self, count: int) -> Tensor:
-        """What each of so many tokens attends to, [T, T] to add to the scores."""
         before = torch.arange(count)[:, None] - torch.arange(count)
         return torch.full((count, count), -1e30).masked_fill_((before >= 0) & (before < (self.head.window or count)), 0)
 
@@ -171,7 +170,6 @@ class Written:
         return logits.log_softmax(dim=-1)
 
     def best(self, path: Sequence[int], ranks: int) -> Paths:
-        """The most likely tokens after a path, the most likely first."""
         log_q = self.probabilities(path)
         best = log_q.topk(min(ranks, len(log_q)))
         tokens = self.head.tokens(best.indices).tolist()

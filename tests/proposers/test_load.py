@@ -88,7 +88,6 @@ def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
 
 
 def head_of(proposer: Any) -> str | None:
-    """The kind of a merged proposer's drafter."""
     assert type(proposer) is MergedProposer
     return proposer.drafter and proposer.drafter.name
 
@@ -248,7 +247,6 @@ WHILE_LOADING = [
 def test_what_does_not_fit_is_refused(
     target: Target, heads: Path, name: str, options: dict[str, Any], message: str
 ) -> None:
-    """Before anything is loaded, if it can be known then."""
     is_early = (name, options, message) in BEFORE_LOADING
     values = {f"HEADS/{each}": heads / each for each in ("hydra", "whole")}
     values |= {"TARGET": target, "SMALL": Target(tiny("llama", vocab_size=50))}

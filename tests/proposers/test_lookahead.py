@@ -205,10 +205,7 @@ def test_chains_have_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(recorder.drafted.values())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [((0, 4), "window is 0; it has at least one column"), ((3, 1), "size is 1; an n-gram to draft from has at least")],
-)
+@pytest.mark.parametrize(("sizes", "message"), [((0, 4), "window is 0; it has"), ((3, 1), "size is 1; an n-gram")])
 def test_sizes_that_make_no_sense_are_refused(sizes: tuple[int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LookaheadProposer(*sizes)

@@ -28,8 +28,6 @@ from tests.support.drafting import Recorder, list_paths, make_head
 
 
 class TableSource(Source):
-    """Names what a table has for a draft."""
-
     def __init__(self, table: dict[tuple[int, ...], dict[int, float]]) -> None:
         self.table = table
 
@@ -213,7 +211,6 @@ def test_a_renewed_proposer_has_learned_nothing(target: Target) -> None:
 
 
 def test_random_trees_are_best_first() -> None:
-    """Against a brute-force choice among all paths of random tables."""
     for seed in range(200):
         choose = random.Random(seed)
         table = {

@@ -69,7 +69,6 @@ def test_nothing_is_drafted_that_a_row_has_no_room_for(target: Target) -> None:
 
 
 def test_the_index_grows_with_the_text(target: Target) -> None:
-    """Reading a text bit by bit finds what reading it at once does."""
     choose = random.Random(1)
     text = [choose.randrange(6) for _ in range(120)]
     growing = NGramProposer(length=5)

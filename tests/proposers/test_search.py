@@ -42,7 +42,6 @@ def find(drafter: MadeUpDrafter, roots: list[int], width: int, nodes: int = 1000
 
 
 def best_first(drafter: MadeUpDrafter, row: int, levels: int, nodes: int) -> list[tuple[int, ...]]:
-    """The most likely paths, one by one from a heap."""
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     found = []
     while heap and len(found) < nodes:
@@ -71,7 +70,6 @@ def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_only_paths_that_a_tree_can_hold_are_followed(rows: int) -> None:
-    """The trees are the same as if all were followed."""
     roots, every = [7, 8, 9][:rows], MadeUpDrafter(rows, 13)
     expected = find(every, roots, 8)
     assert every.followed == 16

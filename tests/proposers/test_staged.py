@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decode import Engine, Proposer, Sampling, Step, Target, generate
+from decode import Proposer, Sampling, Step, Target, generate
 from decode.models.cut_model import cut_model
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer, StagedProposer, load_proposer
 from tests.support.drafting import Recorder, make_head
@@ -96,8 +96,6 @@ def test_loading_and_errors() -> None:
     assert isinstance(loaded, StagedProposer) and isinstance(loaded.inner, NGramProposer) and loaded.depth == 3
     with pytest.raises(ValueError, match="leave out sampled"):
         load_proposer("draft", TARGET, draft_model=MIDDLE, draft_proposer="ngram", sampled=True)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        StagedProposer(MIDDLE, NGramProposer(), depth=0)
     with pytest.raises(ValueError, match="needs the target's tokenizer and outputs; it has 99 tokens, the target 96"):
         StagedProposer(Target(tiny("llama", vocab_size=99)), NGramProposer()).begin(TARGET)
     with pytest.raises(ValueError, match="width is 97, more than the 96 tokens"):
@@ -106,5 +104,3 @@ def test_loading_and_errors() -> None:
         tokenizers = byte_level(), byte_level(["ab"])
         small, large = (Target(tiny("llama", vocab_size=300), each) for each in tokenizers)
         StagedProposer(small, NGramProposer()).begin(large)
-    with pytest.raises(ValueError, match="keeps no texts"):
-        Engine(TARGET, None, kept_bytes=0).kept_bytes = 5

@@ -11,7 +11,6 @@ TEXTS = 2_000
 
 
 def occurrences(text: Sequence[int], part: Sequence[int]) -> list[int]:
-    """The places after each occurrence."""
     return [end for end in range(len(part), len(text) + 1) if list(text[end - len(part) : end]) == list(part)]
 
 

@@ -149,7 +149,6 @@ def test_tokens_are_drafted_that_the_draft_does_not_have() -> None:
 
 
 def spell(tokenizer: Any, *words: str) -> list[int]:
-    """The tokens of these texts, one each."""
     bytes_of = read_bytes(tokenizer)
     return [next(token for token, data in bytes_of.items() if data == word.encode()) for word in words]
 
@@ -200,7 +199,6 @@ def test_characters_that_are_not_complete() -> None:
 
 
 def vocabulary_tokens(tokenizer: Any, data: bytes) -> list[int]:
-    """A byte each."""
     ids = {each: token for token, each in read_bytes(tokenizer).items()}
     return [ids[bytes([byte])] for byte in data]
 
@@ -294,7 +292,6 @@ def test_sampled_drafts_keep_the_distribution() -> None:
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are single letters."""
     backend = Tokenizer(models.BPE({name: token for token, name in enumerate(["<s>", "</s>", *text])}, []))
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

@@ -73,6 +73,16 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (bench, [*BENCH, "merged:draft_model=empty"], NO_MODEL),
     (bench, [*BENCH, "merged:store=x"], "merged:store=x: a store is not read here; warm=true keeps answers"),
     (bench, [*BENCH, "hf:num_beam=2"], "hf:num_beam=2: transformers' generate has no setting num_beam"),
+    (bench, [*BENCH, "ngram,telepathy"], "unknown proposer 'telepathy'; choose from none, ngram"),
+    (bench, [*BENCH, "nodes=8"], "--methods begins with the option 'nodes=8'"),
+    (bench, [*BENCH, "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
+    (bench, [*BENCH, "merged:warm=true"], "give --repeats 1"),
+    (bench, [*BENCH, "hf", "--batch-size", "2"], "hf answers one question at a time"),
+    (bench, [*BENCH, "none", "--json", "no/such/out.json"], "--json no/such/out.json cannot be written"),
+    (bench, [*BENCH, "none", "--from", "out.json"], "not allowed with argument"),
+    (bench, [*BENCH, "none", "--llama-bench", "x"], "--llama-bench is not for --questions"),
+    (bench, ["--passes", "--batch-size", "2"], "--batch-size is not for --passes"),
+    (bench, ["--passes", "--dtype", "bfloat16", "--gguf", "x"], "--gguf and --dtype need each other"),
     (bench, ["--first-hour", "own.py/out"], "--first-hour own.py/out cannot be written: own.py is no folder"),
     (train, [*TRAIN, "medusa", "--init", "empty"], NO_HEAD),
     (train, [*TRAIN, "medusa", "--init", "hydra"], "--init hydra holds a head of kind hydra, not medusa"),
@@ -94,7 +104,6 @@ def test_it_is_refused_in_one_line(call: Call, script: Any, arguments: list[str]
 
 
 def test_a_folder_without_a_head_is_reported(call: Call, folder: Path) -> None:
-    """As one whose head does not load: a report with an error."""
     run = call(check, "empty")
     assert (run.status, run.err) == (1, "") and run.out.startswith("error   draftless does-not-load: ")
     assert NO_HEAD in run.out and not (folder / "wide").exists()

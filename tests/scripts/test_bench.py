@@ -18,7 +18,7 @@ from decode import Target, costs, generate
 from decode.costs import CostCurve
 from decode.cpu.backend import CpuBackend
 from scripts import bench
-from scripts.benchmark import files, measurement, passes
+from scripts.benchmark import files, measurement
 from scripts.benchmark.files import describe_weights, find_commit, name_numbers
 from scripts.benchmark.measurement import trim_loop
 from scripts.benchmark.methods import parse_methods
@@ -70,7 +70,6 @@ def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the report of one run with several methods."""
     folder = tmp_path_factory.mktemp("report")
     run("--methods", ",".join(METHODS), "--repeats", "1", json_file=folder / "all.json")
     return folder
@@ -381,7 +380,6 @@ SAID = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}, {"from
 
 
 def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, save_model: Callable[..., Path]) -> None:
-    """They are asked as `draftless generate` asks them."""
     last = {"prompt": "Who?", "system": "be", "category": "qa", "question_id": "last", "response": "Me."}
     rows = [{"prompt": "Why?"}, {"messages": CHAT}, {"conversations": SAID}, {"turns": ["a", "b"]}, last]
     file = write_rows(tmp_path / "prompts.jsonl", rows)
@@ -392,31 +390,6 @@ def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, sav
     for read, record in zip(read_conversations(file), report["records"], strict=True):
         assert record["turns"][0]["prompt_tokens"] == [len(renderer.encode(read))]
     assert [len(record["turns"]) for record in report["records"]] == [1, 1, 1, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--methods", "ngram,telepathy"], "unknown proposer 'telepathy'; choose from none, ngram"),
-        (["--methods", "nodes=8"], "--methods begins with the option 'nodes=8'"),
-        (["--methods", "ngram:warm=true", "--repeats", "1"], "warm is for merged and auto"),
-        (["--methods", "merged:warm=true"], "give --repeats 1"),
-        (["--methods", "hf", "--batch-size", "2"], "hf answers one question at a time"),
-        (["--json", "no/such/folder/out.json"], "--json no/such/folder/out.json cannot be written"),
-        (["--from", "out.json"], "not allowed with argument"),
-        (["--passes", "--batch-size", "2"], "--batch-size is not for --passes"),
-        (["--llama-bench", "x"], "--llama-bench is not for --questions"),
-        (["--passes", "--dtype", "bfloat16", "--gguf", "x"], "--llama-bench, --gguf and --dtype need each other"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_is_loaded(
-    options: list[str], message: str, tmp_path: Path, run_main: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (bench, passes):
-        monkeypatch.setattr(module, "load_target", lambda *inputs: pytest.fail("a model was loaded"))
-    (tmp_path / "good.jsonl").write_text('{"turns": ["?"]}')
-    questions = [] if "--passes" in options else ["--questions", tmp_path / "good.jsonl"]
-    run_main(bench.main, *questions, *options).refused(message)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_room_that_is_left(

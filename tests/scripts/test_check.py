@@ -57,7 +57,6 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of each head, as `save_head` writes it."""
     root = tmp_path_factory.mktemp("saved")
     for name, (kind, settings) in HEADS.items():
         save_head(make_head(kind, target, **settings), root / name)
@@ -357,14 +356,10 @@ def test_what_does_not_load_is_reported_in_one_line(call: Call, spoil: Spoil, tm
     save_head(make_head("medusa", Target(tiny("llama", num_hidden_layers=9))), tmp_path / "deep")
     assert_refused(call(tmp_path / "deep"), "whose number of layers is 9")
     assert_refused(call(spoil("eagle3", {}, {"d2t": torch.arange(40)})), "i + d2t[i] must be the tokens that t2d marks")
-    assert_refused(call(spoil("eagle", {"num_hidden_layers": "one"})), "it must be a positive number")
     folder = spoil("eagle3")
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
     assert_refused(call(folder), "model.safetensors is damaged or cut short")
-    call(folder / "nowhere").refused("there is no local folder")
-    call(spoil("eagle3"), "--export", folder / "wide").refused("--export is for Medusa heads")
-    assert not (folder / "wide").exists()
 
 
 def assert_refused(run: Run, text: str) -> None:

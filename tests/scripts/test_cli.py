@@ -79,14 +79,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
-    """Runs `generate.main` in this process, in the models' folder."""
     monkeypatch.chdir(folder)
     return lambda *arguments: run_main(generate.main, *arguments)
 
 
 @pytest.fixture
 def ask_rows(call: Call, tmp_path: Path) -> Call:
-    """Answers the rows of a .jsonl file as JSON."""
 
     def ask(rows: Sequence[Any], *arguments: str) -> Run:
         return call(*BASE, "--prompt-file", write_rows(tmp_path / "rows.jsonl", rows), "--json", *arguments)
@@ -384,7 +382,6 @@ def test_only_terminals_have_colour(monkeypatch: pytest.MonkeyPatch, settings: d
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     environment = {**os.environ, **own}
     command = [sys.executable, "-m", "draftless", "generate", *arguments]

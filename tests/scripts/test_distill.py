@@ -45,7 +45,6 @@ def looping(save_model: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def call(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
-    """Runs the command in an empty folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").symlink_to(model)
 

@@ -26,7 +26,6 @@ ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--jso
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
-    """A model, heads for it and for others, and prompts."""
     root = tmp_path_factory.mktemp("heads")
     (root / "target").symlink_to(save_model())
     target = Target(tiny("llama"))
@@ -45,7 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
 
 @pytest.fixture
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
-    """Runs a script's `main` in this process and the heads' folder."""
     monkeypatch.chdir(folder)
     return lambda script, *arguments: run_main(script.main, *arguments)
 

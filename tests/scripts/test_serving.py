@@ -89,7 +89,6 @@ def agreeing(target: Target, head: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def serve(model: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
-    """Runs the command with a vLLM that follows a plan."""
     library, plan_file = tmp_path / "library", tmp_path / "plan.json"
     (library / "vllm").mkdir(parents=True)
     (library / "vllm" / "__init__.py").write_text(PRETENDED)

@@ -33,7 +33,6 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 
 def read_plan(out: str) -> dict[str, str]:
-    """The values of a printed plan by name."""
     return {row[:21].strip(): row[22:] for row in out.splitlines()}
 
 
@@ -306,7 +305,6 @@ def test_a_full_disk_at_any_file(call: Call, trained: Path, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_launched_by_torchrun(place: Path, trained: Path, tmp_path: Path) -> None:
-    """Two processes, as a user would start them."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     files = ["--model", place, "--data", place / "answers.jsonl", "--out", tmp_path / "out", "--cache", tmp_path / "c"]
     command = [*torchrun, "-m", "draftless", "train", *map(str, files), *OPTIONS, *SHAPE, *SHORT]

@@ -15,8 +15,6 @@ from tests.support.models import tiny
 
 
 class SlowProposer(NGramProposer):
-    """Drafts as n-grams do, and takes its time."""
-
     def propose(self, step: Step, budget: int) -> Tree:
         time.sleep(0.01)
         return super().propose(step, budget)

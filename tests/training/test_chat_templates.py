@@ -38,7 +38,6 @@ EARLIER = [user(), answer()]
 
 
 def read(template: str, messages: list[Any], **row: Any) -> tuple[list[str], list[list[str]]]:
-    """The texts that are trained on, and the answers in each."""
     tokenizer: Any = make_tokenizer(template)
     examples = make_examples(read_conversation({"messages": messages, **row}, "here", True), Renderer(tokenizer))
     return [tokenizer.decode(one.tokens) for one in examples], [

@@ -33,7 +33,6 @@ CUT = ["--kind", "draft", "--layers", "1", "--lr", "1e-2"]
 
 @pytest.fixture(scope="module")
 def place(save_model: Callable[..., Path]) -> Path:
-    """A predictable target of two layers, and 200 of its answers."""
     return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=2), rows=200, layers=2)
 
 

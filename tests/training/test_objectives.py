@@ -116,7 +116,6 @@ def make_batch(kind: str) -> Batch:
 
 
 def see(count: int, window: int | None) -> Any:
-    """Attention of so many tokens to those before them."""
     before = torch.arange(count)[:, None] - torch.arange(count)
     return partial(attend, mask=((before >= 0) & (before < (window or count)))[None, None])
 

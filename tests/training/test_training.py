@@ -36,7 +36,6 @@ SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", 
 
 @pytest.fixture(scope="module")
 def place(save_model: Callable[..., Path]) -> Path:
-    """The predictable target, and 200 of its answers."""
     return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
