@@ -140,22 +140,10 @@ def test_eagle_matches_the_reference(kind, settings):
         assert close(again[row], reference.run_head(embedded[row], expected))
 
 
-@pytest.mark.parametrize("kind", ["hydra", "eagle", "eagle3"])
-def test_cached_rows_of_different_lengths_equal_the_whole_texts(kind):
+def test_cached_rows_of_different_lengths_equal_the_whole_texts():
     """Rows grow differently, are padded with nonsense, lose tokens, and leave."""
-    head: Any = made(kind, **({"prefix": LAYER} if kind == "hydra" else {}))
-    features, embedded = drawn(3, 600, HIDDEN), drawn(3, 600, HIDDEN, seed=2)
-
-    def read(features, embedded, cache=None, counts=None):
-        if kind == "hydra":
-            return head.contextualize(features, cache, counts)
-        if cache is None:
-            return head(embedded, features, torch.arange(600)[None])
-        states = head(embedded, features, cache.positions(features.shape[1], features.device), cache.attend)
-        cache.keep(counts)
-        return states
-
-    whole = read(features, embedded)
+    head, features, embedded = made("eagle3"), drawn(3, 600, HIDDEN), drawn(3, 600, HIDDEN, seed=2)
+    whole = head(embedded, features, torch.arange(600)[None])
     generator = torch.Generator().manual_seed(0)
     cache, rows = LayerCache(3), [0, 1, 2]
     for step in range(60):
@@ -165,7 +153,8 @@ def test_cached_rows_of_different_lengths_equal_the_whole_texts(kind):
         for place, row in enumerate(rows):
             for filled, given in zip(new, (features, embedded), strict=True):
                 filled[place, : counts[place]] = given[row, parts[place]]
-        states = read(*new, cache, counts)
+        states = head(new[1], new[0], cache.positions(new.shape[2], new.device), cache.attend)
+        cache.keep(counts)
         for place, row in enumerate(rows):
             assert close(states[place, : counts[place]], whole[row, parts[place]])
         if step % 7 == 3:

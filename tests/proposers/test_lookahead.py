@@ -12,7 +12,7 @@ from decode import Sampling, Step, Target, generate
 from decode.prefill import read_texts
 from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
 from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
-from proposers.sources.lookahead import Pool, Window
+from proposers.sources.lookahead import Pool
 from tests.support.drafting import Recorder, list_paths, make_head
 from tests.support.models import tiny
 
@@ -116,18 +116,6 @@ def test_the_newest_n_grams_of_a_token_are_kept(monkeypatch: pytest.MonkeyPatch)
     for gram in ([1, 1], [2, 1], [1, 2], [1, 3], [3, 1], [1, 2]):
         pool.add(gram)
     assert [[rest for *_, rest in pool.find(token)] for token in (1, 2, 3)] == [[(2,), (3,)], [], [(1,)]]
-
-
-def test_n_grams_continue_draft_tokens_too() -> None:
-    source, pool = LookaheadSource(2, 3), Pool(2, 3)
-    pool.read([1, 2, 3, 4, 1, 5])
-    source._requests, source._texts = {7: (pool, Window(2, 2, 7))}, {7: [1]}
-    state = source.start(7)
-    assert source.continuations(state) == [(2, 0.5, (1, 0))]
-    state = source.follow(state, 2)
-    assert source.continuations(state) == [(3, 0.5, (2, 0)), (3, 0.5, (1, 0))]  # from 1 2 3, and from 2 3 4
-    assert source.continuations(source.follow(state, 3)) == [(4, 0.5, (2, 0)), (4, 0.5, (1, 0))]
-    assert source.continuations(source.follow(state, 9)) == []
 
 
 # ---- trees ----

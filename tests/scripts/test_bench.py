@@ -22,7 +22,6 @@ from scripts.benchmark import files, measurement
 from scripts.benchmark.files import describe_weights, find_commit, name_numbers
 from scripts.benchmark.measurement import trim_loop
 from scripts.benchmark.methods import parse_methods
-from scripts.benchmark.plot import label_method
 from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from scripts.benchmark.rows import format_tables, make_rows
 from scripts.shared.prompts import ask, read_conversations
@@ -168,17 +167,6 @@ def test_pictures_of_the_pages_have_the_words_of_their_results(picture: str, tmp
     words = [re.findall("<!-- (.*) -->", file.read_text(encoding="utf-8")) for file in (drawn, published)]
     assert words[0] == words[1]
     assert any("Q4_1 and Q8_0" in word for word in words[0])
-
-
-def test_a_picture_says_what_merged_trees_grew_from() -> None:
-    untrained = {"suffix": 0, "recycling": 2, "stored": 1}
-    for name, accepted, label in (
-        ("merged", untrained, "Draftless without training (merged)"),
-        ("auto", untrained | {"eagle": 0}, "Draftless with a trained head (eagle)"),
-        ("merged:nodes=8", untrained, "merged:nodes=8"),
-        ("hf", None, "transformers' generate"),
-    ):
-        assert label_method({"method": name, "accepted": accepted}) == label
 
 
 @needs_compiler

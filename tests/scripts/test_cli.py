@@ -145,7 +145,7 @@ def test_a_seed_gives_the_same_text_with_any_proposer_and_batch_size(call: Call,
 def test_every_setting_of_sampling_is_an_option(call: Call, target: Target) -> None:
     """But for processors, which are objects."""
     given = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.4, "seed": 3}
-    assert {*given, "processors"} == {field.name for field in fields(Sampling)}
+    assert {*given, "processors"} == {field.name for field in fields(Sampling) if field.init}
     options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     (row,) = call(*BASE, "--prompt", "ab", "--no-chat", "--json", "--max-new-tokens", "30", *options).rows
     texts = {}
@@ -302,7 +302,6 @@ GOOD = b'{"prompt": "x"}\n'
     [
         (GOOD + b"\n" + b"x\n", "line 3: this is not JSON"),
         (GOOD + b"[" * 100_000, "line 2: this JSON cannot be read"),
-        (GOOD + b'{"prompt": "\xff"}', "line 2: this is not UTF-8 text"),
         (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with one of "prompt", "turns"'),
         (b"\n\n", "is empty; it needs one JSON object a line"),
     ],
@@ -330,7 +329,6 @@ def test_without_a_chat_template_the_texts_of_turns_are_joined(ask_rows: Call, s
         ({"prompt": "x", "tools": [{"name": "f"}]}, "line 2: the row gives 'tools', which this model's chat template"),
         ({"prompt": "x", "chat_template_kwargs": {"tokenize": 1}}, "'tokenize', which is no option of a chat template"),
         ({"prompt": "x", "images": ["y"]}, "line 2: 'images' would change the text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 'a content are of type text, not "im'),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
     ],
 )

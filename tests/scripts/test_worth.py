@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -37,11 +38,7 @@ def test_the_speed_is_that_of_acceptance_cost_and_drafting() -> None:
 
 
 def test_the_verdict_has_its_speed_its_trees_and_its_basis() -> None:
-    assert Worth(1.37, 1.254, 1190, 1).describe() == (
-        "worth it here: yes, 1.37x the speed without drafts (estimated, not timed: 1,190 tokens of 1 prompt, trees "
-        "sized by their cost, tau 1.25)"
-    )
-    for speed, verdict in ((LEAST_GAIN, "yes"), (1.01, "no"), (0.91, "no")):
-        assert f": {verdict}, {speed:.2f}x " in Worth(speed, 1.2, 50, 1).describe()
-    few = "worth it here: too few tokens to tell (49 tokens of 1 prompt)"
-    assert Worth(1.37, 1.254, 49, 1).describe() == few
+    basis = r"\(estimated, not timed: 1,190 tokens of 1 prompt, trees sized by their cost, tau 1.25\)"
+    for speed, verdict in ((1.37, "yes"), (LEAST_GAIN, "yes"), (1.01, "no"), (0.91, "no")):
+        assert re.fullmatch(f".* {verdict}, {speed:.2f}x .*{basis}", Worth(speed, 1.254, 1190, 1).describe())
+    assert "too few tokens to tell (49 tokens of 1 prompt)" in Worth(1.37, 1.254, 49, 1).describe()

@@ -66,7 +66,6 @@ THOUGHTS = ENDING.replace("{{ one.content }}", "{{ one.content if loop.last else
 @pytest.mark.parametrize(
     ("template", "turns", "finished", "found"),
     [
-        (ENDING, TURNS[:2], True, ["u:hi a:yo</s>", ["yo</s>"]]),
         (ENDING, TURNS[:2], False, ["u:hi a:yo", ["yo"]]),
         (ENDING, TURNS, True, ["u:hi a:yo</s>#u:ok a:no</s>", ["yo</s>", "no</s>"]]),
         (ENDING, TURNS, False, ["u:hi a:yo</s>#u:ok a:no", ["yo</s>", "no"]]),
@@ -82,7 +81,6 @@ THOUGHTS = ENDING.replace("{{ one.content }}", "{{ one.content if loop.last else
             ["u:hi a:er|yo</s>", ["er|yo</s>"], "u:hi a:yo</s>#u:ok a:um|no</s>", ["um|no</s>"]],
         ),
         # Plain text; the tokenizer has no line breaks, which separate turns. No position predicts the first token.
-        (None, TURNS[:2], True, ["hiyo</s>", ["yo</s>"]]),
         (None, TURNS[:2], False, ["hiyo", ["yo"]]),
         (None, TURNS, True, ["hiyo</s>", ["yo</s>"], "hiyookno</s>", ["no</s>"]]),
         (None, [("user", ""), ("assistant", "yo")], True, ["yo</s>", ["o</s>"]]),
