@@ -252,7 +252,7 @@ def test_the_intersection_rule_keeps_the_targets_distribution() -> None:
     """By exact enumeration: the draft's tokens are in another order, and each side has tokens of its own."""
     ours, theirs = letters("xca"), letters("abc")
     vocabulary = VocabularyMap(ours, theirs, 5, 5)
-    small: Any = SimpleNamespace(config=SimpleNamespace(), model=SimpleNamespace())
+    small: Any = SimpleNamespace(config=SimpleNamespace(), output_tokens=None)
     texts = ReadTexts(small)
     texts.vocabulary, texts._step = vocabulary, SimpleNamespace(target=SimpleNamespace(vocabulary=5))
     texts._find_drafted(torch.device("cpu"))
