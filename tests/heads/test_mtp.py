@@ -166,9 +166,7 @@ def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> 
         save_head(head, tmp_path / "checkpoint")
 
 
-def test_the_kind_of_a_checkpoint_is_found_without_reading_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kind_is_found_without_reading_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converting experts takes minutes in a large checkpoint."""
     write_checkpoint("qwen3_next", tmp_path)
     monkeypatch.setattr(mtp, "_convert", lambda *given: pytest.fail("the module was read"))
@@ -228,9 +226,7 @@ def draft(proposer: Any, target: Target) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen2"])
 @pytest.mark.parametrize(("embeddings", "output"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.03), (0.0, 0.0)])
 @torch.no_grad()
-def test_a_modules_own_matrices_are_used_if_they_differ(
-    kind: str, embeddings: float, output: float, tmp_path: Path
-) -> None:
+def test_a_modules_own_matrices_are_used(kind: str, embeddings: float, output: float, tmp_path: Path) -> None:
     model, parts = write_checkpoint(kind, tmp_path, give(kind, embeddings, output))
     target = Target(model.eval())
     target.model.config.name_or_path = target.model.name_or_path = str(tmp_path)

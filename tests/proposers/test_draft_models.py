@@ -39,9 +39,7 @@ def test_a_draft_model_is_right_about_itself(target: Target) -> None:
 
 
 @pytest.mark.parametrize("processors", [(), (RepetitionPenaltyLogitsProcessor(1.2),)])
-def test_a_sampled_chain_does_not_depend_on_the_neighbours_limits(
-    target: Target, processors: tuple[LogitsProcessor, ...]
-) -> None:
+def test_a_sampled_chain_is_independent_of_neighbours(target: Target, processors: tuple[LogitsProcessor, ...]) -> None:
     """Each row drafts by its own room: near its end, where the others draft on, and where it drafts nothing."""
     draft = Target(tiny("llama", num_hidden_layers=1, seed=1))
 

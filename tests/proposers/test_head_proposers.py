@@ -313,7 +313,7 @@ def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) ->
 
 @pytest.mark.parametrize("kind", READ_ALL)
 @torch.no_grad()
-def test_a_request_drafts_the_same_after_others_have_waited(
+def test_a_request_drafts_the_same_after_others_wait(
     monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
 ) -> None:
     """Its features, and those of requests that joined meanwhile, are read in time."""
@@ -329,24 +329,6 @@ def test_a_request_drafts_the_same_after_others_have_waited(
     assert len({text[3] for text in drafts}) > 1
     for text, paths in [*drafts.items()][::3]:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 8))
-
-
-@pytest.mark.parametrize("kind", MAIN)
-def test_rows_do_not_affect_each_other(target: Target, kind: str) -> None:
-    """Rows of different lengths that accept differently and end at different times draft what they draft alone."""
-    settings: dict[str, Any] = {"sampling": Sampling(temperature=0.9, seed=3), "stop_ids": [3, 9], "max_new_tokens": 30}
-    shape = {"depth": 4} if kind in EAGLES else {}
-    recorders = [
-        record(make(kind, target, nodes=12, **shape), target, batch_size=size, **settings) for size in (1, 2, 4)
-    ]
-    alone, *together = [
-        {text: paths for text, paths in recorder.drafted.items() if len(paths) == 11 and has_room(text)}
-        for recorder in recorders
-    ]
-    assert len(alone) > 20
-    for drafted in together:
-        assert alone.keys() <= drafted.keys()
-        assert all(agree(paths, drafted[text]) for text, paths in alone.items())
 
 
 @pytest.mark.parametrize("kind", MAIN)

@@ -140,9 +140,7 @@ def choose_fastest(monkeypatch: pytest.MonkeyPatch, fastest: dict[str, str]) -> 
     monkeypatch.setattr(load, "_loaded", WeakKeyDictionary())
 
 
-def test_auto_takes_the_pretrained_head_of_the_same_weights(
-    monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path
-) -> None:
+def test_auto_takes_the_head_of_the_same_weights(monkeypatch: pytest.MonkeyPatch, target: Target, heads: Path) -> None:
     """The other model has the sizes of the heads: only its weights tell that they are not for it."""
     assert head_of(load_proposer("auto", target)) is None
     weights = fingerprint_weights(target.model)
@@ -244,7 +242,7 @@ WHILE_LOADING = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [*BEFORE_LOADING, *WHILE_LOADING])
-def test_what_does_not_fit_is_refused(
+def test_what_is_wrong_is_refused(
     target: Target, heads: Path, name: str, options: dict[str, Any], message: str
 ) -> None:
     is_early = (name, options, message) in BEFORE_LOADING

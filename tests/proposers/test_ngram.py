@@ -87,9 +87,7 @@ def test_drafts_end_where_they_no_longer_pay(monkeypatch: pytest.MonkeyPatch, ta
     assert lengths[0] > lengths[1] > lengths[2] == 0
 
 
-def test_copied_drafts_are_cut_by_the_curve_of_the_longest_text(
-    monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_the_curve_of_the_longest_text_cuts_copied_drafts(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     curves = {5: CostCurve([1, 64], [1.0, 64.0]), 300: CostCurve([1, 64], [1.0, 1.0])}
     monkeypatch.setattr(target, "cost_curve", lambda batch, context: curves[context])
     assert drafts(NGramProposer(), target, [5, 5, 5, 5, 5]) == [[]]

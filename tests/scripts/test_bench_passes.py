@@ -161,9 +161,7 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
     assert entries[-1]["engine"] == LLAMA and entries[-1]["samples_ms"] == [[1.0, 1.0]] * len(SIZES)
 
 
-def test_a_context_that_does_not_fit_is_left_out(
-    save_model: Callable[..., Path], tmp_path: Path, run_main: Call
-) -> None:
+def test_a_context_without_room_is_left_out(save_model: Callable[..., Path], tmp_path: Path, run_main: Call) -> None:
     options = ["--passes", "--device", "cpu", "--dtype", "float64", "--repeats", "1", "--json", tmp_path / "out.json"]
     run = run_main(bench.main, *options, "--model", save_model(max_position_embeddings=320))
     assert "after 256 tokens" in run.out and "4000" not in run.out

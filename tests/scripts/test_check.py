@@ -296,7 +296,7 @@ def test_only_engines_without_an_error_get_a_command(call: Call, saved: Path, sp
 
 
 @pytest.mark.parametrize("output", ["own", "shared", "target"])
-def test_an_exported_medusa_head_drafts_the_same_without_a_token_map(
+def test_an_exported_head_drafts_the_same_without_a_map(
     call: Call, tmp_path: Path, output: str, target: Target
 ) -> None:
     head = make_head("medusa", target, output=output, draft_size=20)

@@ -157,7 +157,7 @@ def test_every_setting_of_sampling_is_an_option(call: Call, target: Target) -> N
 
 @pytest.mark.parametrize("size", ["1", "3"])
 @pytest.mark.parametrize("colour", [True, False])
-def test_the_streamed_text_is_the_text_in_the_json(
+def test_the_streamed_text_is_that_of_json(
     call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
 ) -> None:
     # The draft model is the target, so most draft tokens are accepted and coloured.
@@ -332,9 +332,7 @@ def test_without_a_chat_template_the_texts_of_turns_are_joined(ask_rows: Call, s
         ({"messages": [{"role": "nobody", "content": "x"}]}, "a message is by one of system"),
     ],
 )
-def test_a_row_that_cannot_be_asked_is_found_before_the_first_is_answered(
-    ask_rows: Call, row: dict[str, Any], message: str
-) -> None:
+def test_a_bad_row_is_found_before_the_first_is_answered(ask_rows: Call, row: dict[str, Any], message: str) -> None:
     ask_rows([{"prompt": "x"}, row]).refused(message)
 
 

@@ -186,7 +186,7 @@ def has_ended(process: int) -> bool:
     return not state.exists() or state.read_text().split(") ")[1].startswith("Z")  # an orphan may stay as a zombie
 
 
-def test_what_cannot_be_served_is_refused(
+def test_what_has_no_server_is_refused(
     serve: Call, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_head(make_head("hydra", target), tmp_path / "hydra")
@@ -197,7 +197,7 @@ def test_what_cannot_be_served_is_refused(
     serve({}, "--engine-python", tmp_path / "nowhere").refused("does not run: No such file")
 
 
-def test_an_exported_medusa_head_is_served_as_a_copy(
+def test_an_exported_head_is_served_as_a_copy(
     serve: Call, agreeing: dict[str, Any], target: Target, tmp_path: Path
 ) -> None:
     save_head(make_head("medusa", target, draft_size=20), tmp_path / "narrow")

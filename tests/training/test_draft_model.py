@@ -61,9 +61,7 @@ def test_it_is_a_model_of_transformers(place: Path, trained: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"sampling": Sampling(0.8, seed=3)}])
-def test_only_the_tokens_that_it_was_trained_for_are_computed(
-    place: Path, trained: Path, settings: dict[str, Any]
-) -> None:
+def test_only_tokens_that_it_was_trained_for_are_computed(place: Path, trained: Path, settings: dict[str, Any]) -> None:
     """The text is the target's; the tree is the one of all outputs, with other tokens left out."""
     target = Target.load(place, dtype="float64")
     draft = load_draft_model(trained, dtype="float64")

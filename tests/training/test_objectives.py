@@ -358,9 +358,7 @@ def test_muon_gets_the_matrices_between_hidden_states(kind: str, settings: dict,
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
-def test_muon_is_torchs_and_nearly_the_same_without_bfloat16(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_muon_is_torchs_and_near_it_without_bfloat16(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's rounds to bfloat16, as ours does where a device is fast at it."""
     generator = torch.Generator().manual_seed(0)
     first, gradients = torch.randn(shape, generator=generator), torch.randn(3, *shape, generator=generator)

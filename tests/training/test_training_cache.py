@@ -132,9 +132,7 @@ def test_processes_fill_their_shares(teacher: Teacher, tmp_path: Path) -> None:
         assert all(number in part for number in range(60))
 
 
-def test_existing_shards_are_not_computed_again(
-    teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_shards_are_not_made_again(teacher: Teacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, folder = fill(tmp_path / "one", teacher).folder, tmp_path / "two"
     compute, passes = Teacher.compute, itertools.count(1)
 
