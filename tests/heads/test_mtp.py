@@ -150,7 +150,8 @@ def test_the_module_of_the_targets_checkpoint_changes_no_text(kind: str, tempera
     settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=2), "stop_ids": []}
     plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=10, **settings)]
     proposer = load_proposer("mtp", target, nodes=12)
-    assert isinstance(proposer, MtpProposer)
+    merged: Any = load_proposer("merged", target, head="mtp")
+    assert isinstance(proposer, MtpProposer) and isinstance(merged.drafter, MtpProposer)
     answers = generate(target, PROMPTS, proposer, max_new_tokens=10, **settings)
     assert [answer.tokens for answer in answers] == plain
 
@@ -431,12 +432,6 @@ def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
         assert bias.dtype == torch.float32 and bias.tolist() == pytest.approx([9.01, 9.02, 9.03, 9.04], abs=1e-6)
         states = torch.ones(1, 3, 32, dtype=torch.bfloat16)
         assert loaded(states, states, torch.arange(3)[None]).isfinite().all()
-
-
-def test_merged_trees_take_the_targets_own_module(folders: Path) -> None:
-    target = build_target("qwen2", folders / "qwen2")
-    proposer: Any = load_proposer("merged", target, head="mtp")
-    assert isinstance(proposer.drafter, MtpProposer)
 
 
 def test_a_target_without_a_checkpoint_needs_a_head() -> None:

@@ -125,12 +125,6 @@ def test_a_draft_model_is_given_or_loaded(target: Target, save_model: Callable[.
     assert head_of(merged) == "draft" and merged.drafter.draft_model is target
 
 
-def test_a_class_of_ones_own_is_loaded_from_its_file(target: Target, heads: Path) -> None:
-    proposer: Any = load_proposer(f"{heads}/own.py:Mine", target)
-    assert type(proposer).__name__ == "Mine" and proposer.seen == []
-    assert generate(target, [[1, 2, 3]], proposer, max_new_tokens=4)[0].stats.tokens == 4
-
-
 # ---- auto ----
 
 
@@ -255,8 +249,9 @@ def test_what_is_wrong_is_refused(
         check_options(name, options)
 
 
-@pytest.mark.parametrize("name", ["Chosen", "Wrapped"])
-def test_only_instances_of_a_class_may_have_propose(name: str, target: Target, heads: Path) -> None:
+@pytest.mark.parametrize("name", ["Mine", "Chosen", "Wrapped"])
+def test_a_class_of_ones_own_is_loaded_from_its_file(name: str, target: Target, heads: Path) -> None:
+    """Also one of whose instances alone have `propose`."""
     check_options(f"{heads}/own.py:{name}", {})
     proposer: Any = load_proposer(f"{heads}/own.py:{name}", target)
     assert type(proposer).__name__ == name
