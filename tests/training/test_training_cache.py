@@ -46,9 +46,9 @@ def target() -> Target:
     return Target(tiny("llama", dtype=torch.float32))
 
 
-@pytest.fixture(params=[(-1,), (1, -1)], ids=["one layer", "two layers"])
-def teacher(target: Target, request: pytest.FixtureRequest) -> Teacher:
-    return Teacher(target, request.param)
+@pytest.fixture(scope="module")
+def teacher(target: Target) -> Teacher:
+    return Teacher(target, (1, -1))
 
 
 def fill(folder: Path, teacher: Teacher, limit: int = ALL) -> FeatureCache:
