@@ -291,11 +291,6 @@ def test_no_feature_is_missed_while_drafting_backs_off(
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 13))
 
 
-def count_waiting(proposer: HeadProposer) -> int:
-    """The bytes of features that the head has not read."""
-    return sum(tensor.nbytes for part in proposer._history._unread for tensor in (part.features, part.following))
-
-
 @pytest.mark.parametrize("kind", ["hydra++", "eagle3", "dflash"])
 def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) -> None:
     """Requests that draft nothing overlap for long, so that no batch begins."""
@@ -305,8 +300,9 @@ def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) ->
         if step % 10 == 0:
             engine.add([3, 4, 5, step % VOCABULARY], nodes=1, max_new_tokens=25, stop_ids=[])
         engine.step()
-        waiting.append(count_waiting(proposer))
-        longest.append(len(proposer._history._unread))
+        unread = proposer._history._unread
+        waiting.append(sum(tensor.nbytes for part in unread for tensor in (part.features, part.following)))
+        longest.append(len(unread))
     engine.close()
     assert max(waiting[500:]) <= max(waiting[:100]) and max(longest) <= feature_history.WAITING + 1
 

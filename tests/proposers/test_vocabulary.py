@@ -192,15 +192,12 @@ def test_characters_that_are_not_complete() -> None:
     draft, target = merging(["\u4f60", "\u4f60\u597d"]), merging(["ab"])
     partial = "\u4f60".encode()[:2]
     vocabulary = VocabularyMap(draft, target, len(draft), len(target))
+    ids = {data: token for token, data in read_bytes(target).items()}
+    text = [ids[bytes([byte])] for byte in b"a" + partial]
     for word, expected in (("\u4f60", 1), ("\u4f60\u597d", 4), ("a", 0)):
-        branches = Branches(vocabulary, vocabulary_tokens(target, b"a" + partial), partial)
+        branches = Branches(vocabulary, text, partial)
         branches.add_paths([DraftToken(0, -1, 0.0), DraftToken(*spell(draft, word), 0, -1.0)])
         assert b"".join(vocabulary.bytes_of[node.token] for node in branches.nodes) == word.encode()[2:][:expected]
-
-
-def vocabulary_tokens(tokenizer: Any, data: bytes) -> list[int]:
-    ids = {each: token for token, each in read_bytes(tokenizer).items()}
-    return [ids[bytes([byte])] for byte in data]
 
 
 def test_an_end_is_drafted_by_its_role() -> None:
