@@ -7,15 +7,7 @@ import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from decode import Sampling
-from decode.trees.noise import (
-    ACCEPTANCE,
-    gumbel_max,
-    inverse_cdf,
-    key,
-    row_keys,
-    stream_uniforms,
-    to_uniforms,
-)
+from decode.trees.noise import ACCEPTANCE, gumbel_max, inverse_cdf, key, row_keys, stream_uniforms, to_uniforms
 from decode.trees.sampling import FastTopP
 
 

@@ -63,11 +63,7 @@ class HiddenLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        values: Tensor,
-        bias: Tensor | None = None,
-        rounds_inputs: bool = False,
-        dtype: torch.dtype | None = None,
+        self, values: Tensor, bias: Tensor | None = None, rounds_inputs: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self._dtype = dtype

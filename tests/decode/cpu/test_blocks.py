@@ -15,13 +15,7 @@ from tests.support.models import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("ops")]
 FLOAT = {f"{bits} bits{' and minima' * has_minimum}": form for (bits, has_minimum), form in FLOAT_BLOCKS.items()}
-FORMS = {
-    **BLOCKS,
-    **FLOAT,
-    "F32": PLAIN[torch.float32],
-    "F16": PLAIN[torch.float16],
-    "BF16": PLAIN[torch.bfloat16],
-}
+FORMS = {**BLOCKS, **FLOAT, "F32": PLAIN[torch.float32], "F16": PLAIN[torch.float16], "BF16": PLAIN[torch.bfloat16]}
 SHORT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *FLOAT)  # their blocks have 32 inputs
 
 

@@ -12,12 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from decode import Target, generate
 from decode.cpu import attention, backend, packed_linear
 from decode.cpu.attention import grouped_attention
-from decode.cpu.packed_linear import (
-    OneDnnLinear,
-    PackedLinear,
-    can_pack,
-    pack_linear,
-)
+from decode.cpu.packed_linear import OneDnnLinear, PackedLinear, can_pack, pack_linear
 from decode.models.fingerprint import fingerprint_weights
 from decode.weights.layers import MergedLinear, MergedPart, PackedLayer
 from proposers import MedusaProposer, NGramProposer

@@ -72,18 +72,23 @@ def quantize(model: PreTrainedModel, bits: int, settings: Any = None) -> PreTrai
     return model
 
 
+def assert_same_text(target: Target, model: PreTrainedModel) -> None:
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    for proposer in (None, "ngram"):
+        assert generate(target, prompt.tolist(), proposer, max_new_tokens=12)[0].tokens == expected
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_model_is_packed_from_its_own_scales(bits: int) -> None:
-    model, prompt = quantize(tiny("llama", dtype=torch.float32, **SIZES), bits), torch.tensor([[5, 6, 7, 5, 6]])
+    model = quantize(tiny("llama", dtype=torch.float32, **SIZES), bits)
     target = Target(model, accelerate="packed")
     packed = [layer for layer in target.model.model.layers.modules() if isinstance(layer, PackedLinear)]
     assert len(packed) == 8 and isinstance(target.model.model.layers[0].self_attn.q_proj, MergedPart)
     count = sum(layer.weight.numel() for layer in model.model.layers.modules() if isinstance(layer, nn.Linear))
     assert 8 * sum(layer.packed.nbytes for layer in packed) < 2 * (bits + 1) * count  # panels of few outputs
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, Quantized)  # the given model stays
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
-    for proposer in (None, "ngram"):
-        assert generate(target, prompt.tolist(), proposer, max_new_tokens=12)[0].tokens == expected
+    assert_same_text(target, model)
 
 
 def test_layers_that_compute_something_else_stay() -> None:
@@ -166,7 +171,7 @@ def test_linear_layers_with_a_quantized_weight_are_read_by_their_scales() -> Non
 
 
 def test_a_model_whose_layers_do_not_show_their_weight_is_packed() -> None:
-    model, prompt = tiny("llama", dtype=torch.float32, **SIZES), torch.tensor([[5, 6, 7, 5, 6]])
+    model = tiny("llama", dtype=torch.float32, **SIZES)
     for parent in list(model.model.layers.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear):
@@ -175,9 +180,7 @@ def test_a_model_whose_layers_do_not_show_their_weight_is_packed() -> None:
     assert not any(isinstance(layer, HiddenLayer) for layer in target.model.modules())
     assert isinstance(target.model.model.layers[0].self_attn.q_proj, MergedPart)
     assert isinstance(model.model.layers[0].mlp.up_proj, HiddenLayer)  # the given model stays
-    expected = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
-    for proposer in (None, "ngram"):
-        assert generate(target, prompt.tolist(), proposer, max_new_tokens=12)[0].tokens == expected
+    assert_same_text(target, model)
 
 
 @pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig"])

@@ -21,10 +21,7 @@ from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 from tests.support.training_runs import losses, save_predictable, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
 KINDS = ["llama", "mistral window", "gemma3_text", "gpt2"]
 LONG = {"max_position_embeddings": 8192, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128}

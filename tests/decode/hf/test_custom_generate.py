@@ -9,13 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    PreTrainedModel,
-    StoppingCriteria,
-    WatermarkingConfig,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria, WatermarkingConfig
 
 from decode import PlainProposer, Proposer, Target, Tree
 from proposers import DraftProposer, NGramProposer

@@ -117,13 +117,6 @@ def test_new_tokens_alone_follow_a_cache(model: PreTrainedModel, proposer: Propo
     assert made[0] == made[1]
 
 
-def test_rows_that_end_early_are_padded(model: PreTrainedModel, proposer: Proposer) -> None:
-    plain = model.generate(RAGGED, attention_mask=mask_of(RAGGED), max_new_tokens=HALF + REST)
-    ends = [int(plain[0, RAGGED.shape[1] + 3]), int(plain[1, RAGGED.shape[1] + 8])]
-    got = assert_same(model, proposer, RAGGED, max_new_tokens=HALF + REST, eos_token_id=ends, pad_token_id=1)
-    assert (got.sequences[0] == 1).any()
-
-
 def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
     cache = DynamicCache()
     model(PROMPT, **{CACHE: cache})

@@ -82,7 +82,6 @@ def with_flash_attention() -> PreTrainedModel:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "prompt learning": (lambda: PeftStandIn(tiny("llama"), is_prompt_learning=True), "adds virtual tokens"),
-    "training mode": (lambda: torch.compile(tiny("llama").train()), "training mode"),
     "a name": (lambda: "some/folder", r"call Target\.load\('some/folder'\)"),
     "another module": (lambda: nn.Linear(2, 2), "not a Linear"),
     "no language head": (lambda: tiny("llama").model, "LlamaModel is no decoder-only language model"),

@@ -52,10 +52,7 @@ FRACTIONS = [1.5, 2.0, np.float64(3), torch.tensor(2.0)]
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [
-        *product(["temperature", "top_k", "top_p", "min_p", "seed"], NO_NUMBERS),
-        *product(["top_k", "seed"], FRACTIONS),
-    ],
+    [*product(["temperature", "top_k", "top_p", "min_p", "seed"], NO_NUMBERS), *product(["top_k", "seed"], FRACTIONS)],
 )
 def test_other_things_are_no_numbers(name: str, wrong: Any) -> None:
     with pytest.raises(TypeError, match=rf"{name} is .*; it must be a (whole )?number"):
