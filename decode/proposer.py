@@ -43,13 +43,12 @@ class Step:
     logits [B, N, V]: the target's, after each node of the tree.
     features [B, T, F]: the target's hidden states of the committed tokens, as `fuse` reduces them; None if the proposer
     names no layers.
+    states [b, N, F]: between two steps, the hidden states of all nodes in the b rows that stay, whose `features` are
+    not known yet; None in a step.
     seconds: spent on verifying and accepting the trees of rows that were there before.
     given: tokens that the next pass computes once more before the trees, in the row that has most; 0 unless the target
     has a recurrent state.
     upload: the "roots" [B] on the device, and `list_numbers` if the proposer names layers.
-
-    Between two steps, `features` are those of the rows that have joined; of the others `states` [b, N, F] are known,
-    the target's hidden states of all nodes.
     """
 
     target: Target

@@ -79,6 +79,7 @@ class Sampling:
     transformers' own processors that keep no state.
     seed: the same seed gives the same text in every batch and with every proposer of deterministic drafts; by default
     it comes from torch's generator, which `torch.manual_seed` sets. Greedy decoding needs none and leaves it alone.
+    greedy: whether the temperature is 0; it follows from that.
 
     None stands for a default. Numbers may be numpy's or torch's. Raises TypeError for anything else than a number, and
     ValueError if it is out of range.
