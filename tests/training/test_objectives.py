@@ -305,6 +305,24 @@ def test_a_p_eagle_objective_matches_a_draft_from_each_anchor(
     torch.testing.assert_close(result.total.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_no_block_sees_a_feature_at_or_after_its_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leak that trains a head to an accuracy that no draft has (SpecForge #470)."""
+    monkeypatch.setattr(objectives, "ANCHORS", 1.0)
+    head, batch = make_head("dflash", TARGET), make_batch("dflash")
+    objective = BlockObjective(head, "kl", EMBEDDING)
+    for column in range(3, 10):
+        changed = batch.features.clone()
+        changed[:, column + 1 :] = 7.0
+        drafts = []
+        for features in (batch.features, changed):
+            torch.manual_seed(0)  # the same anchors
+            drafts.append([*objective.draft(batch._replace(features=features))])
+        for depth, ((states, _, columns), (found, _, _)) in enumerate(zip(*drafts, strict=True)):
+            early = columns - 1 - depth <= column  # the feature of the last token before the anchor
+            assert torch.equal(states[early], found[early])
+            assert not (states[~early] == found[~early]).all(dim=1).any()
+
+
 def test_anchors_are_drawn_anew_in_each_step() -> None:
     answers = make_batch("dflash").answers
     drawn = set()
