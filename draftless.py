@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command == "--version":
         print(f"draftless {version('draftless')}")
     elif command in COMMANDS:
-        import_module(f"scripts.{command}").main(options)
+        import_module(f"draftless_commands.{command}").main(options)
     else:
         close = get_close_matches(command, COMMANDS, 1)
         meant = f"; did you mean {close[0]}?" if close else f"; choose from {', '.join(COMMANDS)}"

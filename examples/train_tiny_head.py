@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from scripts import calibrate, distill, generate, train
+from draftless_commands import calibrate, distill, generate, train
 
 THINGS = ("rain", "wind", "snow", "stars", "bread", "glass", "paper", "music", "bridges", "clocks", "salt", "bees")
 QUESTIONS = ("Explain {} in three sentences.", "Write a short poem about {}.", "List four facts about {}.")

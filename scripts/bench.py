@@ -13,17 +13,24 @@ from typing import Any
 import torch
 
 from decode import Sampling
-from scripts.benchmark import files
-from scripts.benchmark.first_hour import run_first_hour
-from scripts.benchmark.measurement import measure_groups
-from scripts.benchmark.methods import METHODS_HELP, check_method, make_methods, parse_methods
-from scripts.benchmark.passes import ROUNDS, format_passes, run_passes
-from scripts.benchmark.plot import describe, draw_methods, draw_passes
-from scripts.benchmark.questions import form_groups, load_questions, take_evenly
-from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.command import Parser, at_least, check_output_folder, check_plot, check_writable, failing_clearly
-from scripts.shared.options import ModelOptions, add_model_options, load_target
-from scripts.shared.prompts import encode_turn
+from draftless_commands.benchmark import files
+from draftless_commands.benchmark.first_hour import run_first_hour
+from draftless_commands.benchmark.measurement import measure_groups
+from draftless_commands.benchmark.methods import METHODS_HELP, check_method, make_methods, parse_methods
+from draftless_commands.benchmark.passes import ROUNDS, format_passes, run_passes
+from draftless_commands.benchmark.plot import describe, draw_methods, draw_passes
+from draftless_commands.benchmark.questions import form_groups, load_questions, take_evenly
+from draftless_commands.benchmark.rows import format_tables, make_rows
+from draftless_commands.shared.command import (
+    Parser,
+    at_least,
+    check_output_folder,
+    check_plot,
+    check_writable,
+    failing_clearly,
+)
+from draftless_commands.shared.options import ModelOptions, add_model_options, load_target
+from draftless_commands.shared.prompts import encode_turn
 from training.rendering import Renderer
 
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3

@@ -15,6 +15,11 @@ from tqdm import tqdm
 from decode import Target, Tree, stream
 from decode.models.loading import check_model
 from decode.prefill import read_texts
+from draftless_commands.shared.command import Parser, at_least, check_output_folder, failing_clearly
+from draftless_commands.shared.options import ModelOptions, add_kind_option, add_model_options, load_draft, load_target
+from draftless_commands.shared.prompts import TEMPLATE_OPTION, encode_turn, read_conversations
+from draftless_commands.shared.results import to_markdown
+from draftless_commands.shared.worth import NODES, count, describe_tau, find_worth
 from heads.checkpoint import find_kind, is_saved_head
 from heads.kinds import KINDS
 from heads.vocabulary import top_tokens
@@ -24,11 +29,6 @@ from proposers.draft_models.proposer import has_other_tokens
 from proposers.load import load_draft_head, load_proposer
 from proposers.options import find_proposer
 from proposers.search import RANKS
-from scripts.shared.command import Parser, at_least, check_output_folder, failing_clearly
-from scripts.shared.options import ModelOptions, add_kind_option, add_model_options, load_draft, load_target
-from scripts.shared.prompts import TEMPLATE_OPTION, encode_turn, read_conversations
-from scripts.shared.results import to_markdown
-from scripts.shared.worth import NODES, count, describe_tau, find_worth
 from training.rendering import Renderer
 
 EPILOG = """\

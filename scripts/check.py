@@ -12,13 +12,13 @@ from pathlib import Path
 from decode import Target
 from decode.models.default_model import NAME
 from decode.models.loading import DTYPES
+from draftless_commands.checking.report import check_folder, find_kind_of, list_servers, report_fault
+from draftless_commands.checking.serving import check_engine
+from draftless_commands.shared.command import Parser, check_output_folder, failing_clearly
+from draftless_commands.shared.options import ModelOptions, add_kind_option, load_target
 from heads.checkpoint import check_overwrite, load_head, save_head
 from heads.medusa import MedusaHead, widen_medusa
 from proposers.calibration import FILE, load_calibration
-from scripts.checking.report import check_folder, find_kind_of, list_servers, report_fault
-from scripts.checking.serving import check_engine
-from scripts.shared.command import Parser, check_output_folder, failing_clearly
-from scripts.shared.options import ModelOptions, add_kind_option, load_target
 
 EPILOG = """\
 Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from decode import Target, stream
-from scripts.benchmark.measurement import measure_groups
-from scripts.benchmark.methods import make_methods, parse_methods
-from scripts.benchmark.questions import ALL, Question
-from scripts.benchmark.rows import list_methods, make_rows
-from scripts.shared.command import Parser, failing_clearly, measure_line
-from scripts.shared.options import ModelOptions, load_target
-from scripts.shared.prompts import ask
-from scripts.shared.results import to_markdown
-from scripts.shared.terminal import format_chunk, has_colour
+from draftless_commands.benchmark.measurement import measure_groups
+from draftless_commands.benchmark.methods import make_methods, parse_methods
+from draftless_commands.benchmark.questions import ALL, Question
+from draftless_commands.benchmark.rows import list_methods, make_rows
+from draftless_commands.shared.command import Parser, failing_clearly, measure_line
+from draftless_commands.shared.options import ModelOptions, load_target
+from draftless_commands.shared.prompts import ask
+from draftless_commands.shared.results import to_markdown
+from draftless_commands.shared.terminal import format_chunk, has_colour
 
 MAX_NEW_TOKENS, REPEATS = 64, 1
 METHODS = "hf,ngram,merged,auto"

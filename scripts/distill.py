@@ -16,12 +16,12 @@ from decode import Engine, Target
 from decode.devices.backend import find_backend
 from decode.engine import WHOLE
 from decode.models.default_model import NAME
+from draftless_commands.distillation.answers_file import AnswersFile
+from draftless_commands.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
+from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
+from draftless_commands.shared.options import ModelOptions, add_model_options, load_target
+from draftless_commands.shared.prompts import TEMPLATE_OPTION
 from proposers import check_options, load_proposer
-from scripts.distillation.answers_file import AnswersFile
-from scripts.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
-from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
-from scripts.shared.options import ModelOptions, add_model_options, load_target
-from scripts.shared.prompts import TEMPLATE_OPTION
 from training.rendering import Renderer
 
 MOST_DRAFTED = 16  # rows; passes over more take as long as their tokens

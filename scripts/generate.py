@@ -11,10 +11,8 @@ from typing import Any
 
 from decode import Answer, Chunk, Sampling, stream
 from decode.requests.answer import NO_NUMBERS
-from proposers import AnswerStore, check_options
-from proposers.options import OPTIONS
-from scripts.shared.command import Parser, at_least, check_writable, failing_clearly
-from scripts.shared.options import (
+from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
+from draftless_commands.shared.options import (
     DRAFTING,
     ModelOptions,
     add_model_options,
@@ -22,8 +20,10 @@ from scripts.shared.options import (
     load_target,
     make_proposer,
 )
-from scripts.shared.prompts import TEMPLATE_OPTION, ask, encode_turn, read_conversations
-from scripts.shared.terminal import format_chunk, has_colour, in_order
+from draftless_commands.shared.prompts import TEMPLATE_OPTION, ask, encode_turn, read_conversations
+from draftless_commands.shared.terminal import format_chunk, has_colour, in_order
+from proposers import AnswerStore, check_options
+from proposers.options import OPTIONS
 from training.conversations import Conversation
 from training.rendering import Renderer
 

@@ -22,13 +22,13 @@ from decode import Target
 from decode.devices.backend import find_backend
 from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import find_changes
+from draftless_commands.distillation.answers_file import settings_path
+from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan, validate
+from draftless_commands.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
+from draftless_commands.shared.command import failing_clearly
+from draftless_commands.shared.options import ModelOptions, load_model_only, load_target
 from heads.checkpoint import load_head, save_head
 from proposers.load import share_matrices
-from scripts.distillation.answers_file import settings_path
-from scripts.head_training.measurements import describe_validation, plot_training, print_plan, validate
-from scripts.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
-from scripts.shared.command import failing_clearly
-from scripts.shared.options import ModelOptions, load_model_only, load_target
 from training.checkpoint import load_checkpoint
 from training.data import Dataset, find_rarest, load_dataset
 from training.draft_model import DraftModel

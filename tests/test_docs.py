@@ -310,7 +310,7 @@ def find_parser(command: str) -> argparse.ArgumentParser:
         raise Found(parser)
 
     with patch.object(argparse.ArgumentParser, "parse_known_args", catch), pytest.raises(Found) as found:
-        import_module(f"scripts.{command}").main([])
+        import_module(f"draftless_commands.{command}").main([])
     return found.value.args[0]
 
 

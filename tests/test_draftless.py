@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from sysconfig import get_paths
+from zipfile import ZipFile
 
 import pytest
 
@@ -61,6 +62,10 @@ def test_the_wheel_answers_where_there_is_no_clone(save_model: Callable[..., Pat
     built = [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(clone)]
     subprocess.run(built, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("draftless-*.whl")
+    names = {name.split("/")[0] for name in ZipFile(wheel).namelist()}
+    assert {each for each in names if not each.endswith(".dist-info")} == {
+        *("decode", "draftless.py", "draftless_commands", "heads", "proposers", "training")
+    }
     place = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (site,) = place.glob("lib/python*/site-packages")
@@ -76,5 +81,9 @@ def test_the_wheel_answers_where_there_is_no_clone(save_model: Callable[..., Pat
         run = subprocess.run(command, cwd=work, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout)["tokens"]
-    where = [str(place / "bin" / "python"), "-c", "import decode, heads, scripts, training; print(decode.__file__)"]
+    where = [
+        str(place / "bin" / "python"),
+        "-c",
+        "import decode, heads, draftless_commands, training; print(decode.__file__)",
+    ]
     assert str(site) in subprocess.run(where, cwd=work, capture_output=True, text=True, check=True).stdout

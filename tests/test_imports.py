@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"decode", "draftless", "heads", "proposers", "training", "scripts", "tests"}
+PACKAGES = {"decode", "draftless", "draftless_commands", "heads", "proposers", "scripts", "training", "tests"}
+INSTALLED = {"scripts": "draftless_commands"}  # folders that have another name in imports
 MAY_IMPORT = {
     "decode": set(),
     "heads": set(),
@@ -43,7 +45,7 @@ def list_imports(source: str) -> Iterator[tuple[int, str, list[str]]]:
 
 def find_breaches(package: str, source: str) -> list[tuple[int, str]]:
     """Line and name of each package that a file of this one must not import."""
-    forbidden = PACKAGES - MAY_IMPORT[package] - {package}
+    forbidden = PACKAGES - MAY_IMPORT[package] - {INSTALLED.get(package, package)}
     imports = [(line, module.split(".")[0]) for line, module, _ in list_imports(source)]
     return [(line, name) for line, name in imports if name in forbidden]
 
@@ -103,9 +105,14 @@ def find_circle(sources: dict[str, str]) -> list[str]:
     return []
 
 
+def name_module(path: Path) -> str:
+    """As it is imported."""
+    first, *rest = path.with_suffix("").parts
+    return ".".join([INSTALLED.get(first, first), *rest]).removesuffix(".__init__")
+
+
 def test_imports_form_no_circle() -> None:
-    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): FILES[path] for path in FILES}
-    assert find_circle(modules) == []
+    assert find_circle({name_module(path): source for path, source in FILES.items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -139,3 +146,10 @@ def test_every_folder_is_in_the_architecture() -> None:
 def test_no_folder_is_crowded(folder: str, most: int) -> None:
     crowded = Counter(path.parent for path in (ROOT / folder).rglob("*.py"))
     assert crowded and [str(each) for each, count in crowded.items() if count > most] == []
+
+
+def test_the_wheel_has_every_folder_and_no_package_called_scripts() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    assert settings["packages"] == sorted({name_module(path.parent) for path in FILES})
+    assert settings["package-dir"] == {name: folder for folder, name in INSTALLED.items()}
+    assert {name.split(".")[0] for name in settings["package-data"]} <= {*settings["packages"]}

@@ -22,7 +22,7 @@ import llama_cpp
 
 from decode.weights.gguf.file import GgufFile
 from decode.weights.gguf.tokenizer import CONTROL, USER_DEFINED, Vocabulary, make_tokenizer
-from scripts.benchmark.files import find_commit
+from draftless_commands.benchmark.files import find_commit
 
 TEXTS, SHOWN = 3000, 3
 SHARES = 6, 4, 4, 0.3, 0.7  # of words, other parts, spaces, special tokens and single characters

@@ -16,7 +16,7 @@ sys.path.insert(0, str(DOCS.parent))
 import torch  # noqa: E402
 
 from docs.measure.count_gpu_steps import CAPTURED, list_steps  # noqa: E402
-from scripts.shared.results import COLOURS, GREYS, INK, save_figure  # noqa: E402
+from draftless_commands.shared.results import COLOURS, GREYS, INK, save_figure  # noqa: E402
 from tests.support.simulated_cuda import GRAPH, LAUNCH, UPLOAD, WAIT, Event, recorded_graphs, simulate  # noqa: E402
 
 METHODS = {"ngram sampling": "n-grams, batch 8, sampling", "eagle3": "EAGLE-3, 60 nodes, batch 1"}

@@ -10,7 +10,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS.parent))
 
-from scripts.shared.results import save_figure  # noqa: E402
+from draftless_commands.shared.results import save_figure  # noqa: E402
 
 NAME = "tau-by-training-tokens"
 COLOURS = {"Medusa": "#CC79A7", "Hydra": "#009E73", "EAGLE-1": "#D55E00", "EAGLE-3": "#0072B2"}  # Okabe and Ito

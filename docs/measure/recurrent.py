@@ -22,8 +22,8 @@ from transformers.utils import logging
 from decode import Session, Target, Tree, generate
 from decode.costs import fill, random_chain, time_pass
 from decode.prefill import read_texts
+from draftless_commands.benchmark.files import find_commit
 from proposers import NGramProposer
-from scripts.benchmark.files import find_commit
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 16_000,

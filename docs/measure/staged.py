@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from decode import Target, stream
+from draftless_commands.benchmark.files import find_commit
 from proposers import NGramProposer
-from scripts.benchmark.files import find_commit
 
 LENGTH, NEW_TOKENS = 4, 128
 RATES = (0.6, 0.7, 0.8, 0.9)  # the probability that a drafted token is right if those before it are

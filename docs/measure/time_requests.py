@@ -20,9 +20,9 @@ from time import perf_counter, sleep
 from typing import Any
 
 from decode import Engine, Request, Target
+from draftless_commands.benchmark.files import find_commit
+from draftless_commands.shared.results import COLOURS, save_figure
 from proposers import load_proposer
-from scripts.benchmark.files import find_commit
-from scripts.shared.results import COLOURS, save_figure
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from decode import Sampling, Target, generate
+from draftless_commands.benchmark.files import find_commit
 from proposers import DraftProposer
-from scripts.benchmark.files import find_commit
 
 LETTERS = "abcdefghijkl", "hgfedcbaxyz"  # of the target and of the draft: eight are shared
 PROMPT = "abca"

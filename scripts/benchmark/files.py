@@ -19,8 +19,8 @@ from decode import Target
 from decode.cpu.native_ops import list_forms
 from decode.cpu.packed_linear import PackedLinear
 from decode.devices.backend import find_backend
+from draftless_commands.shared.options import ModelOptions
 from heads.atomic_write import write_aside
-from scripts.shared.options import ModelOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"

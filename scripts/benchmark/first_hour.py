@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from decode.devices.backend import find_backend
+from draftless_commands.benchmark.files import ROOT, describe_machine, find_commit, read_begun, write_report
+from draftless_commands.shared.options import ModelOptions
+from draftless_commands.shared.results import to_markdown
 from heads.atomic_write import write_aside
-from scripts.benchmark.files import ROOT, describe_machine, find_commit, read_begun, write_report
-from scripts.shared.options import ModelOptions
-from scripts.shared.results import to_markdown
 
 REPORT, PAGE = "report.json", "page.md"
 DONE = "done"
@@ -41,11 +41,11 @@ class Part:
 def list_parts(args: Namespace, folder: Path) -> list[Part]:
     """The parts for a device, in order."""
     device = args.device or "cuda"
-    steps = [sys.executable, "-m", "scripts.benchmark.steps", "--device", device]
+    steps = [sys.executable, "-m", "draftless_commands.benchmark.steps", "--device", device]
     is_gpu = find_backend(torch.device(device)).waits
     modes, contexts = (("packed", "graphs"), (4096, 32768)) if is_gpu else (("packed",), (1024,))
     cases = [*((mode, 512, 1) for mode in modes), *((modes[-1], each, 1) for each in contexts), (modes[-1], 512, 8)]
-    bench = [sys.executable, "-m", "scripts.bench", "--device", device]
+    bench = [sys.executable, "-m", "draftless_commands.bench", "--device", device]
     bench += list_options(args, "model", "dtype", "accelerate", "repeats", "threads")
     methods = [*bench, *list_options(args, "limit", "max_new_tokens"), "--methods"]
 

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from decode import Target
 from decode.prefill import read_texts
-from scripts.benchmark.methods import Measured, Method, TokenIds
-from scripts.benchmark.questions import Question
-from scripts.shared.prompts import encode_turn
+from draftless_commands.benchmark.methods import Measured, Method, TokenIds
+from draftless_commands.benchmark.questions import Question
+from draftless_commands.shared.prompts import encode_turn
 from training.data import count_before_loop, has_looped
 from training.rendering import Renderer
 

@@ -22,8 +22,8 @@ from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.loading import check_model
 from decode.requests.answer import PARTS
 from decode.requests.text import Tokenizer
+from draftless_commands.shared.options import ModelOptions, load_draft, load_model_only
 from proposers import AnswerStore, MergedProposer, check_options, load_proposer
-from scripts.shared.options import ModelOptions, load_draft, load_model_only
 
 # Transformers' own methods, and their arguments of `generate`.
 PEERS: dict[str, dict[str, Any]] = {"hf": {}, "hf-prompt-lookup": {"prompt_lookup_num_tokens": 10}}

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from decode import Target
 from decode.costs import fill, random_chain, time_pass
-from scripts.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
-from scripts.shared.options import ModelOptions, load_target
-from scripts.shared.results import to_markdown
+from draftless_commands.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
+from draftless_commands.shared.options import ModelOptions, load_target
+from draftless_commands.shared.results import to_markdown
 
 SIZES, CONTEXTS, BATCH_SIZES = (1, 2, 4, 8, 12, 16, 32, 64), (256, 4000), (1, 4)
 DTYPES, ROUNDS = ("float32", "bfloat16"), 15

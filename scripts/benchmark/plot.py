@@ -7,11 +7,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from draftless_commands.benchmark.files import name_numbers
+from draftless_commands.benchmark.passes import OURS, find_medians, pair_engines
+from draftless_commands.benchmark.questions import ALL
+from draftless_commands.shared.results import COLOURS, GREYS, INK, save_figure
 from proposers.sources import SOURCES
-from scripts.benchmark.files import name_numbers
-from scripts.benchmark.passes import OURS, find_medians, pair_engines
-from scripts.benchmark.questions import ALL
-from scripts.shared.results import COLOURS, GREYS, INK, save_figure
 
 UNTRAINED = (*SOURCES, "stored")  # sources of merged trees that need no training
 LINE = 72  # characters below a picture

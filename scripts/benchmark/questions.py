@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from scripts.shared.prompts import read_conversations
+from draftless_commands.shared.prompts import read_conversations
 from training.conversations import Conversation
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")

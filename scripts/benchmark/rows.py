@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scripts.benchmark.questions import ALL, task_of
-from scripts.shared.results import to_markdown
-from scripts.shared.worth import count
+from draftless_commands.benchmark.questions import ALL, task_of
+from draftless_commands.shared.results import to_markdown
+from draftless_commands.shared.worth import count
 
 Row: TypeAlias = Mapping[str, Any]
 RESAMPLES = 2000

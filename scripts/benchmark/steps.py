@@ -1,6 +1,6 @@
 """Milliseconds of a decoding step with random weights, next to transformers' `generate`: at the sizes of an 8B Llama.
 
-    python -m scripts.benchmark.steps MODE [--context 512] [--rows 1] [--device cuda]
+    python -m draftless_commands.benchmark.steps MODE [--context 512] [--rows 1] [--device cuda]
 
 Random weights accept almost no draft token, so this times steps and says nothing of tau. Needs 20 GiB of GPU memory,
 and more for long contexts in batches. On a CPU the sizes are tiny: a rehearsal.
@@ -24,10 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import Proposer, Sampling, Target, stream
 from decode.cuda.graph import CudaGraphPool
 from decode.devices.backend import find_backend
+from draftless_commands.benchmark.methods import clock
+from draftless_commands.shared.results import to_markdown
 from heads import KINDS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer
-from scripts.benchmark.methods import clock
-from scripts.shared.results import to_markdown
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Target, stream
-from heads.checkpoint import find_kind
-from heads.kinds import get_kind
-from heads.vocabulary import VocabularyHead
-from proposers import HeadProposer, load_proposer
-from proposers.calibration import FILE
-from proposers.draft_models.loading import is_trained_draft
-from scripts.checking.rules import (
+from draftless_commands.checking.rules import (
     Engine,
     Finding,
     error,
@@ -25,9 +19,15 @@ from scripts.checking.rules import (
     has_markov_head,
     warning,
 )
-from scripts.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
-from scripts.shared.terminal import show_progress
-from scripts.shared.worth import NODES, Worth, count, describe_tau, find_worth
+from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
+from draftless_commands.shared.terminal import show_progress
+from draftless_commands.shared.worth import NODES, Worth, count, describe_tau, find_worth
+from heads.checkpoint import find_kind
+from heads.kinds import get_kind
+from heads.vocabulary import VocabularyHead
+from proposers import HeadProposer, load_proposer
+from proposers.calibration import FILE
+from proposers.draft_models.loading import is_trained_draft
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual

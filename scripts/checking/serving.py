@@ -21,13 +21,13 @@ from typing import Any
 from decode import Stats, Target, stream
 from decode.devices.user_cache import print_notice, working_folder
 from decode.models.loading import load_model
+from draftless_commands.checking.rules import Finding, error, warning
+from draftless_commands.shared.results import to_markdown
+from draftless_commands.shared.terminal import show_progress
 from heads.checkpoint import load_head
 from proposers import DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.options import find_proposer
-from scripts.checking.rules import Finding, error, warning
-from scripts.shared.results import to_markdown
-from scripts.shared.terminal import show_progress
 
 PROMPTS = (
     "Why is the sky blue?",

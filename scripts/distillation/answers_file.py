@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.models.fingerprint import find_changes
+from draftless_commands.distillation.jobs import Job
 from heads.atomic_write import write_aside
-from scripts.distillation.jobs import Job
 from training.conversations import TEMPLATE_KEYS
 
 GIVEN = (*TEMPLATE_KEYS, "chat_template_kwargs")

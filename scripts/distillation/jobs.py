@@ -13,7 +13,7 @@ from typing import Any
 
 from decode import Answer, Engine, Sampling
 from decode.requests.detokenizer import decode
-from scripts.shared.prompts import read_conversations
+from draftless_commands.shared.prompts import read_conversations
 from training.conversations import TEMPLATE_KEYS, Conversation
 from training.data import TOKENS, VOCABULARY, has_looped
 from training.rendering import Renderer, Texts, add_turn

@@ -15,12 +15,12 @@ from torch import nn
 from decode import Target, generate
 from decode.devices.backend import find_backend
 from decode.requests.answer import Stats
+from draftless_commands.shared.results import save_figure
+from draftless_commands.shared.worth import NODES, count
 from heads.vocabulary import VocabularyHead
 from proposers import DraftProposer
 from proposers.options import find_proposer
 from proposers.tree_proposer import TreeProposer
-from scripts.shared.results import save_figure
-from scripts.shared.worth import NODES, count
 from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.draft_model import DraftModel

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from decode.models.loading import check_model
+from draftless_commands.shared.command import Parser, at_least, check_output_folder, check_plot
+from draftless_commands.shared.options import parse_own_kind
+from draftless_commands.shared.prompts import TEMPLATE_OPTION
 from heads.checkpoint import find_kind
 from heads.kinds import KINDS, get_kind
 from heads.vocabulary import Output
-from scripts.shared.command import Parser, at_least, check_output_folder, check_plot
-from scripts.shared.options import parse_own_kind
-from scripts.shared.prompts import TEMPLATE_OPTION
 from training.checkpoint import METRICS
 from training.data import MAX_BAD, read_rows
 from training.factory import find_objective

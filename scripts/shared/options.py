@@ -16,12 +16,12 @@ from decode import Proposer, Target
 from decode.devices.backend import MODES
 from decode.models.loading import DTYPES, load_model
 from decode.requests.text import Tokenizer
+from draftless_commands.shared.command import at_least
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.draft_models.loading import load_draft_model
 from proposers.eagle import DEPTH, WIDTH
 from proposers.options import OPTIONS, DraftingOptions, load_kind
 from proposers.own_class import is_own_class
-from scripts.shared.command import at_least
 
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from decode import Target
+from draftless_commands import calibrate
+from draftless_commands.calibrate import Trials, fit_calibration, fit_logistic, try_head
 from proposers.calibration import FILE, Calibration, load_calibration
-from scripts import calibrate
-from scripts.calibrate import Trials, fit_calibration, fit_logistic, try_head
 from tests.proposers.test_head_proposers import MAIN, Written, make, record, target
 
 __all__ = ["target"]  # a fixture

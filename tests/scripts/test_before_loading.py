@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from decode import Target
+from draftless_commands import bench, calibrate, check, distill, generate, train
 from heads.checkpoint import save_head
-from scripts import bench, calibrate, check, distill, generate, train
 from tests.support.commands import Call, write_rows
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -52,7 +52,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
     monkeypatch.chdir(folder)
     for loader in ("Target.load", "load_model", "load_draft_model"):
         fail = lambda *given, **settings: pytest.fail("a model was loaded")  # noqa: E731
-        monkeypatch.setattr(f"scripts.shared.options.{loader}", fail)
+        monkeypatch.setattr(f"draftless_commands.shared.options.{loader}", fail)
     return lambda script, *arguments: run_main(script.main, *arguments)
 
 
@@ -112,5 +112,5 @@ def test_a_folder_without_a_head_is_reported(call: Call, folder: Path) -> None:
 def test_peagle_heads_begin_with_eagle3_heads(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one kind that another one may become; so the model is loaded."""
     loaded: Callable[..., Any] = lambda *given, **settings: (_ for _ in ()).throw(ValueError("loaded"))  # noqa: E731
-    monkeypatch.setattr("scripts.shared.options.Target.load", loaded)
+    monkeypatch.setattr("draftless_commands.shared.options.Target.load", loaded)
     call(train, *TRAIN, "peagle", "--init", "eagle3").refused("draftless train: error: loaded")

@@ -17,14 +17,14 @@ from gguf import GGMLQuantizationType as Form
 from decode import Target, costs, generate
 from decode.costs import CostCurve
 from decode.cpu.backend import CpuBackend
-from scripts import bench
-from scripts.benchmark import files, measurement
-from scripts.benchmark.files import describe_weights, find_commit, name_numbers
-from scripts.benchmark.measurement import trim_loop
-from scripts.benchmark.methods import parse_methods
-from scripts.benchmark.questions import Question, form_groups, load_questions, take_evenly
-from scripts.benchmark.rows import format_tables, make_rows
-from scripts.shared.prompts import ask, read_conversations
+from draftless_commands import bench
+from draftless_commands.benchmark import files, measurement
+from draftless_commands.benchmark.files import describe_weights, find_commit, name_numbers
+from draftless_commands.benchmark.measurement import trim_loop
+from draftless_commands.benchmark.methods import parse_methods
+from draftless_commands.benchmark.questions import Question, form_groups, load_questions, take_evenly
+from draftless_commands.benchmark.rows import format_tables, make_rows
+from draftless_commands.shared.prompts import ask, read_conversations
 from tests.support.commands import Call, Run, write_rows
 from tests.support.gguf_files import write_model
 from tests.support.models import limit_threads, needs_compiler, tiny

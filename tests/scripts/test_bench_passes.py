@@ -15,9 +15,9 @@ import torch
 from decode import Target
 from decode.session import Session
 from decode.trees.tree import Tree
-from scripts import bench
-from scripts.benchmark import passes
-from scripts.benchmark.passes import (
+from draftless_commands import bench
+from draftless_commands.benchmark import passes
+from draftless_commands.benchmark.passes import (
     BATCH_SIZES,
     CONTEXTS,
     LLAMA,

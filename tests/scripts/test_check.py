@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode import Target
+from draftless_commands import check
+from draftless_commands.checking.report import USELESS_TAU, describe_speculation, judge_tau
+from draftless_commands.checking.rules import find_faults
+from draftless_commands.checking.serving import PROMPTS
 from heads import load_head, save_head
 from proposers.calibration import Calibration, load_calibration
-from scripts import check
-from scripts.checking.report import USELESS_TAU, describe_speculation, judge_tau
-from scripts.checking.rules import find_faults
-from scripts.checking.serving import PROMPTS
 from tests.support.commands import Call, Run
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import CONTEXT, VOCABULARY, tiny

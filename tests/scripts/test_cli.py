@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decode import Chunk, Sampling, Target
 from decode import generate as answer
-from scripts import generate
-from scripts.shared.command import Parser, failing_clearly
-from scripts.shared.terminal import has_colour
+from draftless_commands import generate
+from draftless_commands.shared.command import Parser, failing_clearly
+from draftless_commands.shared.terminal import has_colour
 from tests.support.commands import Call, Run, Screen, write_rows
 from tests.support.models import needs_compiler, tiny
 
@@ -163,7 +163,7 @@ def test_the_streamed_text_is_that_of_json(
     # The draft model is the target, so most draft tokens are accepted and coloured.
     settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target"]
     texts = [row["text"] for row in call(*settings).rows]
-    monkeypatch.setattr("scripts.generate.has_colour", lambda file: colour)
+    monkeypatch.setattr("draftless_commands.generate.has_colour", lambda file: colour)
     run = call(*[part for part in settings if part != "--json"])
     assert run.status == 0
     assert (re.search(r"\033\[38;5;\d+m", run.out) is not None) == colour

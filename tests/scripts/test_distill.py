@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode import Answer, Sampling, Target, generate
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.requests.answer import Stats
-from scripts import distill
+from draftless_commands import distill
 from tests.support.commands import Call, Run, write_rows
 from training.rendering import Renderer
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import bench
-from scripts.benchmark import first_hour
-from scripts.benchmark.first_hour import DONE, PAGE, REPORT, Part, run_parts
+from draftless_commands import bench
+from draftless_commands.benchmark import first_hour
+from draftless_commands.benchmark.first_hour import DONE, PAGE, REPORT, Part, run_parts
 from tests.support.commands import Call
 
 CPU = torch.device("cpu")

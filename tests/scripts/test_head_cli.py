@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from decode import Target
+from draftless_commands import bench, calibrate, generate
 from heads.checkpoint import save_head
 from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, load_calibration
-from scripts import bench, calibrate, generate
 from tests.support.commands import Call, Run, write_rows
 from tests.support.drafting import make_head
 from tests.support.models import tiny

@@ -14,18 +14,18 @@ import pytest
 
 import draftless
 from decode import Target
+from draftless_commands import calibrate, demo
+from draftless_commands.bench import read_report
+from draftless_commands.benchmark import passes
+from draftless_commands.benchmark.passes import format_passes
+from draftless_commands.benchmark.rows import format_tables, shorten
+from draftless_commands.checking.report import check_folder
+from draftless_commands.checking.serving import draft_chains
+from draftless_commands.shared.command import Parser
+from draftless_commands.shared.options import ModelOptions
+from draftless_commands.shared.results import WIDTH, to_markdown
 from heads import save_head
 from proposers.calibration import Calibration
-from scripts import calibrate, demo
-from scripts.bench import read_report
-from scripts.benchmark import passes
-from scripts.benchmark.passes import format_passes
-from scripts.benchmark.rows import format_tables, shorten
-from scripts.checking.report import check_folder
-from scripts.checking.serving import draft_chains
-from scripts.shared.command import Parser
-from scripts.shared.options import ModelOptions
-from scripts.shared.results import WIDTH, to_markdown
 from tests.support.commands import Call, Screen
 from tests.support.drafting import make_head
 from tests.support.models import tiny
@@ -41,7 +41,7 @@ def measure_width(text: str) -> int:
 @pytest.mark.parametrize("command", draftless.COMMANDS)
 def test_help_fits_the_terminal(command: str, columns: int, run_main: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    run = run_main(import_module(f"scripts.{command}").main, "--help")
+    run = run_main(import_module(f"draftless_commands.{command}").main, "--help")
     assert run.status == 0 and 60 < measure_width(run.out) < min(columns, 100)
     assert not re.search(r"\w-\n", run.out)  # names such as --draft-model stay whole
     usage, *_ = run.out.split("\n\n")
@@ -59,7 +59,7 @@ def test_help_fits_the_terminal(command: str, columns: int, run_main: Call, monk
 )
 def test_a_mistyped_option_is_named(command: str, options: list[str], message: str, run_main: Call) -> None:
     """Before what follows from it, for example that a required option is missing."""
-    run_main(import_module(f"scripts.{command}").main, *options).refused(message)
+    run_main(import_module(f"draftless_commands.{command}").main, *options).refused(message)
 
 
 def test_values_that_argparse_takes_are_taken() -> None:

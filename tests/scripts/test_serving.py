@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from decode import Target, generate
 from decode.models.fingerprint import fingerprint_weights
 from decode.weights.gguf import description
+from draftless_commands import check
+from draftless_commands.checking import serving
+from draftless_commands.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
 from heads import PRETRAINED, save_head
-from scripts import check
-from scripts.checking import serving
-from scripts.checking.serving import NEW_TOKENS, PROMPTS, draft_chains
 from tests.support.commands import Call, Run
 from tests.support.drafting import make_head
 from tests.support.gguf_files import write_model
@@ -218,7 +218,7 @@ def test_pretrained_heads_in_the_real_engine(kind: str, tmp_path: Path) -> None:
         pytest.skip("no vLLM here; DRAFTLESS_ENGINE_PYTHON names a Python that has one")
     options = ["--export", str(tmp_path / "wide")] if kind == "medusa" else []
     options += ["--serve", "--engine-python", python, "--no-decode", "--json"]
-    command = [sys.executable, "-m", "scripts.check", str(PRETRAINED / kind), *options]
+    command = [sys.executable, "-m", "draftless_commands.check", str(PRETRAINED / kind), *options]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr + run.stdout
     served = json.loads(run.stdout)["served"]

@@ -10,8 +10,8 @@ import pytest
 from decode import Stats, Step, Target, Tree
 from decode.costs import CostCurve
 from decode.requests.answer import Seconds
+from draftless_commands.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, estimate_speed, find_worth
 from proposers import NGramProposer
-from scripts.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, estimate_speed, find_worth
 from tests.support.models import tiny
 
 

@@ -24,12 +24,12 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
-import scripts.train
+import draftless_commands.train
 import training.checkpoint
 import training.feature_cache
 import training.trainer
+from draftless_commands.head_training import measurements
 from heads.atomic_write import write_aside
-from scripts.head_training import measurements
 from tests.support.models import VOCABULARY, limit_threads, tiny
 from training.checkpoint import CHECKPOINT, Metrics, read_metrics
 from training.teacher import Teacher
@@ -109,7 +109,7 @@ def train(place: Path, out: Path, *options: str) -> int:
         patch.setattr(training.feature_cache, "PASS_TOKENS", PASS_TOKENS)
         try:
             with limit_threads(1):  # more round sums differently
-                scripts.train.main(given)
+                draftless_commands.train.main(given)
         except SystemExit as end:
             return int(end.code or 0)
     return 0
@@ -218,7 +218,7 @@ def train_as_one_of(process: int, processes: int, port: int, stop: int, *argumen
     os.environ |= {name: str(process) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if process > 0:
-        training.checkpoint.write_aside = scripts.train.save_head = Metrics.add = _refuse
+        training.checkpoint.write_aside = draftless_commands.train.save_head = Metrics.add = _refuse
     if process == processes - 1:
         Trainer._step = stop_at(stop)
     raise SystemExit(train(*arguments))

@@ -14,11 +14,11 @@ from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode import Sampling, Target, generate
+from draftless_commands import calibrate
+from draftless_commands import generate as generate_command
+from draftless_commands.head_training.measurements import validate
 from proposers import DraftProposer, NGramProposer, StagedProposer, load_proposer
 from proposers.draft_models.loading import load_draft_model
-from scripts import calibrate
-from scripts import generate as generate_command
-from scripts.head_training.measurements import validate
 from tests.support.models import VOCABULARY, tiny
 from tests.support.tokenizers import byte_level, merging
 from tests.support.training_runs import assert_same, losses, save_predictable, stop_and_resume, train, walk

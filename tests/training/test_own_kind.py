@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from decode import Target, generate
+from draftless_commands import calibrate, check
+from draftless_commands import generate as generate_command
 from heads import KINDS, load_head
 from heads.checkpoint import CONFIG, find_kind
 from proposers import load_kind, load_proposer
 from proposers.calibration import load_calibration
-from scripts import calibrate, check
-from scripts import generate as generate_command
 from tests.support.training_runs import save_predictable, train, walk
 
 GRU = f"{Path(__file__).parents[2] / 'examples' / 'gru_head.py'}:Gru"

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from decode import Answer
-from scripts import distill
-from scripts.distillation.jobs import Job
+from draftless_commands import distill
+from draftless_commands.distillation.jobs import Job
 from tests.support.chat_templates import CHATML, make_tokenizer
 from tests.support.commands import write_rows
 from training.conversations import read_conversation

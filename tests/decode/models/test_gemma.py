@@ -17,8 +17,8 @@ import pytest
 import torch
 from filelock import FileLock
 
-import scripts.calibrate
-import scripts.check
+import draftless_commands.calibrate
+import draftless_commands.check
 from decode import Target, generate
 from decode.devices.user_cache import remove, scratch, user_cache
 from decode.models.default_model import download
@@ -113,9 +113,9 @@ def test_a_head_is_trained_calibrated_and_checked(
     assert (out / "model.safetensors").stat().st_size < 60e6
     model = ["--model", str(place), "--dtype", "bfloat16"]
     prompts = ["--prompt-file", str(place / "answers.jsonl"), "--limit", "1", "--max-new-tokens", "8"]
-    scripts.calibrate.main(["--head", str(out), *prompts, *model])
+    draftless_commands.calibrate.main(["--head", str(out), *prompts, *model])
     assert (out / "calibration.json").exists()
     with suppress(SystemExit):
-        scripts.check.main([str(out), *model])
+        draftless_commands.check.main([str(out), *model])
     errors = set(re.findall(r"^error +\w+ +([\w-]+):", capsys.readouterr().out, re.MULTILINE))
     assert errors <= {"accepts-nothing", "medusa-token-map"}  # after one step; vLLM has no draft vocabulary for Medusa
