@@ -323,7 +323,7 @@ class Engine:
     def _release(self) -> None:
         """Free the rows of requests that have ended, and a batch without requests."""
         if self._batch is not None and not self._batch.release() and self._reading is None:
-            self._batch = None
+            self._end_batch()
 
     def _end_batch(self) -> None:
         if self._batch is not None:

@@ -147,9 +147,9 @@ class Batch:
 
     def close(self) -> None:
         """End all rows. The next prompts that are read begin anew."""
-        if self.session is not None:
-            self.session.close()
-        self.session = self.last = None
+        if (session := self.session or self._own) is not None:
+            session.close()
+        self.session = self._own = self.last = None
 
     def _begin(self, session: Session, step: Step) -> Upload:
         """Copy all that the next pass needs to the device at once, and find the features of all committed tokens."""

@@ -37,7 +37,7 @@ class EagleProposer(HeadProposer):
 
     levels: ClassVar[int | None] = DEPTH
     usual_width, usual_ranks = WIDTH, WIDTH
-    has_graphs: ClassVar[bool] = True
+    may_be_graph: ClassVar[bool] = True
 
     def read_step(self, step: Step) -> Inputs:
         """What a draft starts from: the head's last states, or on a GPU the features that its graph is to read.
@@ -46,7 +46,7 @@ class EagleProposer(HeadProposer):
         """
         cache, device = self._history.cache, step.target.device
         if (
-            self.has_graphs
+            self.may_be_graph
             and cache.window is None
             and cache.held is not None
             and waits(cache.held[0])
@@ -97,13 +97,13 @@ class EagleProposer(HeadProposer):
 class MtpProposer(EagleProposer):
     """Drafts with an `MtpHead`, one pass of it a level."""
 
-    has_graphs = False  # its layer is transformers' own code
+    may_be_graph = False  # its layer is transformers' own code
 
 
 class PEagleProposer(EagleProposer):
     """Drafts with a `PEagleHead`: one pass over new features and over the positions that are not drafted yet."""
 
-    levels, levelwise, has_graphs = None, False, False
+    levels, levelwise, may_be_graph = None, False, False
 
     @torch.no_grad()
     def observe(self, step: Step) -> None:

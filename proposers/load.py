@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from decode import Proposer, Target
 from decode.arguments import naming_arguments
 from decode.target import check_target
+from heads import PRETRAINED
 from heads.checkpoint import find_folder, is_saved_head, load_head
 from heads.kinds import KINDS, Kind
 from heads.vocabulary import VocabularyHead
@@ -27,11 +28,11 @@ from proposers.merged import MergedProposer
 from proposers.options import (
     HEAD_PROPOSERS,
     OPTIONS,
+    SHAPE,
     TABLE,
     DraftingOptions,
     check_drafting,
     find_head,
-    find_pretrained_folder,
     find_proposer,
     load_kind,
     refuse_kind,
@@ -40,7 +41,6 @@ from proposers.own_class import find_own, is_own_class, load_own
 from proposers.sources import AnswerStore
 from proposers.tree_proposer import TreeProposer
 
-SHAPE = "nodes", "depth", "width"
 # The pretrained head that makes merged trees fastest (docs/performance.md), by the fingerprint of its target's weights.
 FASTEST = {"210dbf7a38725ae1": "eagle"}
 
@@ -131,7 +131,7 @@ def find_pretrained(target: Target) -> HeadProposer | None:
     loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype)
     if key not in loaded:
         kind = FASTEST.get(target.weights_fingerprint or "")
-        folder = find_pretrained_folder(kind) if kind else None
+        folder = PRETRAINED / kind if kind else None
         loaded[key] = _load_head_proposer(kind, folder, target) if folder is not None and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
@@ -145,7 +145,7 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **shape:
     try:
         head = _load_fitting_head(kind, folder, target)
     except ValueError as error:
-        if folder != find_pretrained_folder(folder.name):
+        if folder.parent != PRETRAINED:
             raise
         raise ValueError(
             f"the pretrained {folder.name} head is for the default model ({error}); pass a head that was trained for "

@@ -36,7 +36,7 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "dflash": DFlashProposer,
     "mtp": MtpProposer,
 }
-_SHAPE = "nodes", "depth", "width"
+SHAPE = "nodes", "depth", "width"
 _MERGED = "head", "draft_model", "store", "nodes"
 TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and their `DraftingOptions`
     "none": (PlainProposer, ()),
@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, 
     "recycling": (RecyclingProposer, ("nodes",)),
     "lookahead": (LookaheadProposer, ("nodes",)),
     "merged": (MergedProposer, _MERGED),
-    "draft": (DraftProposer, ("draft_model", "draft_proposer", "sampled", *_SHAPE)),
+    "draft": (DraftProposer, ("draft_model", "draft_proposer", "sampled", *SHAPE)),
     **{kind: (make, ("head", *make.options)) for kind, make in HEAD_PROPOSERS.items()},
 }
 OPTIONS = {name: options for name, (_, options) in TABLE.items()} | {"auto": _MERGED}
@@ -154,11 +154,6 @@ def find_head(name: str, head: str | Path | None) -> Path | None:
     return find_folder(str(head) if kind is None else PRETRAINED / kind.name)
 
 
-def find_pretrained_folder(kind: str) -> Path:
-    """Where the pretrained head of a kind lies, if there is one."""
-    return PRETRAINED / kind
-
-
 def refuse_kind(name: str, folder: Path, kind: str) -> None:
     """Raise ValueError if a proposer of this name is for heads of another kind."""
     if name in KINDS and name != kind:
@@ -183,7 +178,7 @@ def _explain_unknown(name: str) -> str:
 
 def _check_sizes(given: Mapping[str, Any]) -> None:
     """Raise ValueError for sizes that are no whole numbers from 1 on."""
-    for option in _SHAPE:
+    for option in SHAPE:
         try:
             if option in given:
                 read_nodes(given[option]) if option == "nodes" else read_count(given[option], option)

@@ -1,4 +1,4 @@
-"""A proposer of one's own: a class in a Python file, named as FILE.py:CLASS."""
+"""A proposer or a kind of head of one's own: a class in a Python file, named as FILE.py:CLASS."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _run_file(file: Path, name: str) -> ModuleType:
     changed, place = file.stat().st_mtime_ns, file.resolve()
     if place in _run and _run[place][0] == changed:
         return _run[place][1]
-    spec = spec_from_file_location(f"proposer_in_{file.stem}", file)
+    spec = spec_from_file_location(f"own_class_in_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)  # a dataclass looks its module up there
     try:

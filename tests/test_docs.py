@@ -27,6 +27,7 @@ import decode
 import decode.models.default_model
 import heads
 import proposers
+import proposers.load
 import proposers.options
 from decode import Target, generate
 from decode.costs import CostCurve
@@ -250,7 +251,7 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
     for place in (tmp_path / "my-head", tmp_path / "pretrained" / "eagle3"):
         place.mkdir(parents=True)
         save_head(make_head("eagle3", target), place)
-    for module in (heads, proposers.options):
+    for module in (heads, proposers.load, proposers.options):
         monkeypatch.setattr(module, "PRETRAINED", tmp_path / "pretrained", raising=False)
     monkeypatch.chdir(tmp_path)
     return target

@@ -117,10 +117,7 @@ def make_draft_model(
             "it: take a checkpoint with the target's tokenizer, or cut the draft out of the target"
         )
     drafted = choose_draft_vocabulary(examples, size, draft_vocab)
-    longest, context = (
-        max(len(example.tokens) for example in examples),
-        find_context(model),
-    )
+    longest, context = max(len(example.tokens) for example in examples), find_context(model)
     if longest > context:
         raise ValueError(
             f"an example has {longest} tokens, the draft model's context {context}; "

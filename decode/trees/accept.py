@@ -97,9 +97,8 @@ def accept_at_once(
         return torch.cat([part[0] for part in judged]), torch.cat([part[1] for part in judged])
     if not sampling.greedy:
         return follow(tree, draw_all(tree, logits, sampling, noise[KEY_NAMES[TEXT]]))
-    if waits(logits) or torch.compiler.is_compiling():  # a step of fixed shape
-        return follow(tree, choose_greedily(logits))
-    if bool(tree.real.all()):  # without copying the logits
+    # In a step of fixed shape all nodes count. Without padding, the logits need not be copied.
+    if waits(logits) or torch.compiler.is_compiling() or bool(tree.real.all()):
         return follow(tree, choose_greedily(logits))
     chosen = torch.zeros_like(tree.tokens)
     chosen[tree.real] = choose_greedily(logits[tree.real])
@@ -109,9 +108,9 @@ def accept_at_once(
 def draw_all(tree: Tree, logits: Tensor, sampling: Sampling, keys: Tensor) -> Tensor:
     """The target's token after each node [B, N], NO_TOKEN where the logits [B, N, V] are NaN or infinite.
 
-    Level by level, as `decode.trees.accept.walk` does it, a GPU would make some fifty launches a level.
-    keys [B, >= L]: of each level's position, from `noise.row_keys`; nodes of one level share their noise. The
-    tokens are those that `decode.trees.accept.draw` samples one node at a time. Without logits processors.
+    Level by level, as `decode.trees.walk` does it, a GPU would make some fifty launches a level.
+    keys [B, >= L]: of each level's position, from `noise.row_keys`; nodes of one level share their noise. The tokens
+    are those that `decode.trees.walk.draw` samples one node at a time. Without logits processors.
     """
     keys = keys[:, : tree.height + 1]
     return torch.cat([_draw(tree.depth[rows], logits[rows], sampling, keys[rows]) for rows in _split_rows(logits)])

@@ -195,6 +195,22 @@ def test_prompts_are_read_next_to_steps_of_a_fixed_shape(monkeypatch: pytest.Mon
     assert_alone(Target(tiny("llama")), requests, **SETTINGS)
 
 
+def test_steps_of_a_fixed_shape_outlive_a_first_prompt_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next batch takes their memory and graphs."""
+    monkeypatch.setattr(CudaBackend, "make_pool", lambda _: None)
+    target = Target(tiny("llama"), deterministic=True)
+    target.has_graphs, target.backend = True, CudaBackend(target.device)
+    engine = Engine(target, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "verify", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        request = engine.add(PROMPTS[0], **SETTINGS)
+        list(engine)
+    assert request.finish == "error" and len(target.idle_steps) == 1
+    again = engine.add(PROMPTS[0], **SETTINGS)
+    list(engine)
+    assert_alone(Target(tiny("llama")), [again], **SETTINGS)
+
+
 def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     engine = Engine(target, None, kept_bytes=400_000)
     texts = engine._prefixes

@@ -84,7 +84,8 @@ def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def pretrained(monkeypatch: pytest.MonkeyPatch, heads: Path) -> None:
-    monkeypatch.setattr(names, "PRETRAINED", heads)
+    for module in (load, names):
+        monkeypatch.setattr(module, "PRETRAINED", heads)
 
 
 def head_of(proposer: Any) -> str | None:
@@ -251,7 +252,7 @@ def test_what_is_wrong_is_refused(
 
 @pytest.mark.parametrize("name", ["Mine", "Chosen", "Wrapped"])
 def test_a_class_of_ones_own_is_loaded_from_its_file(name: str, target: Target, heads: Path) -> None:
-    """Also one of whose instances alone have `propose`."""
+    """One of the classes has no `propose`: its instances get it when they are made."""
     check_options(f"{heads}/own.py:{name}", {})
     proposer: Any = load_proposer(f"{heads}/own.py:{name}", target)
     assert type(proposer).__name__ == name

@@ -22,6 +22,7 @@ from proposers.feature_history import FeaturePart
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY, tiny
 from training import losses, objectives, trainer
+from training.draft_attention import choose_anchors
 from training.losses import LOSSES, vocabulary_loss
 from training.objectives import (
     OBJECTIVES,
@@ -29,7 +30,6 @@ from training.objectives import (
     EagleObjective,
     MedusaObjective,
     PEagleObjective,
-    choose_anchors,
 )
 from training.teacher import Batch
 from training.trainer import MUON_SCALE, make_optimizers
