@@ -149,7 +149,7 @@ class KVCache(Cache):
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self.make_layer())
-            if layer.is_initialized:
+            if slots and layer.is_initialized:  # without tokens, rows stay as they are in a new cache
                 if layer.device not in on_device:
                     on_device[layer.device] = copy_packed({"rows": index}, layer.device)["rows"]
                 self.layers[number].replace(*on_device[layer.device], layer, slots)

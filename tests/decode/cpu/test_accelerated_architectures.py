@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import decode.target
 from decode import Proposer, Target, generate
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from decode.prefill import read_texts
@@ -62,8 +63,11 @@ def test_greedy_tokens_are_those_of_the_plain_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["packed", "compiled"])
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_bfloat16_logits_are_as_exact_as_those_of_the_plain_model(name: str, mode: str, exported: list[str]) -> None:
+def test_bfloat16_logits_are_as_exact_as_those_of_the_plain_model(
+    name: str, mode: str, exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compared with the same weights in float64, over trees. Experts that are chosen by a hair give outliers."""
+    monkeypatch.setattr(decode.target, "self_test", lambda target: 0.0)  # it would refuse such an outlier
     model = tiny(name, dtype=torch.bfloat16)
     exact = read_logits(Target(tiny(name, dtype=torch.bfloat16).double()))
     plain, fast = (read_logits(Target(model, accelerate=each)) for each in ("off", mode))
