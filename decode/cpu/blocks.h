@@ -3,11 +3,13 @@
 // The block formats and their names are ggml's, but for those with float32 scales, which quantized checkpoints of
 // transformers have: the scale, the minimum if any, and the numbers in the order of Q4_0 and Q8_0. What a block holds
 // lies in panels here, so that a lane has an output: a word of 4 bits for 8 inputs, further bits in words of their own,
-// 8 bits as bytes. The values are exactly the file's: scale * q + minimum. A layer sums q * input over a group first, so
-// it rounds less than a product with each value.
+// 8 bits as bytes. `word_of` and `byte_of` tell where: after a mask, words are operands of products of bytes. The values
+// are exactly the file's: scale * q + minimum. A layer sums q * input over a group first, so it rounds less than a product
+// with each value.
 
 #pragma once
 
+#include "fixed_point.h"
 #include "vectors.h"
 
 namespace draftless {
@@ -32,6 +34,7 @@ struct Blocks {
       SCALE == Scale::HALF_MIN || SCALE == Scale::FLOAT_MIN || SCALE == Scale::SUPER_MIN;
   static constexpr int GROUP = 32, GROUPS = IS_SUPER ? 8 : 1, STEP = GROUP * GROUPS;
   static constexpr int FOLD = SCALE == Scale::SUPER ? 16 : 32;  // inputs that share a scale
+  static constexpr int64_t AHEAD = 6 << 10;  // bytes from what is multiplied to what is fetched
   // The parts of a unit, in bytes: scales of its groups, then each group's factors and numbers.
   static constexpr int64_t WIDE = IS_FLOAT ? 4 : 2;  // bytes of a scale
   static constexpr int64_t HEAD = PANEL * (HAS_MINIMUM ? 2 : 1) * WIDE, FACTORS = IS_SUPER ? PANEL * 2 : 0;
@@ -40,6 +43,12 @@ struct Blocks {
   static constexpr int64_t BYTES = HEAD + GROUPS * EACH;
   static constexpr int64_t SOURCE =  // bytes of a file's block
       IS_SUPER ? GROUPS * GROUP * BITS / 8 + (SCALE == Scale::SUPER ? 18 : 16) : GROUP * BITS / 8 + HEAD / PANEL;
+
+  // The operand of four inputs, and its byte, that input k of a group is in: 0 2 4 6, then 1 3 5 7, then 8 10 12 14, ...
+  static constexpr int word_of(int k) { return 2 * (k / 8) + k % 2; }
+  static constexpr int byte_of(int k) { return k % 8 / 2; }
+  // Where its bits beyond 4 begin in their word: one word for 32 inputs with a fifth bit, or for 16 with two more.
+  static constexpr int high_of(int k) { return 8 * byte_of(k) + (BITS == 5 ? word_of(k) : 2 * (word_of(k) % 4)); }
 
   static Vector scale_of(const uint8_t* unit, const uint8_t* group, int fold, int v) {
     const Vector scale = load_scales(unit + WIDE * WIDTH * v);
@@ -58,10 +67,10 @@ struct Blocks {
     if constexpr (BITS == 4) {
       return look_up<-BIAS>(low);
     } else if constexpr (BITS == 5) {
-      const Words bit = reinterpret_cast<const Words*>(high)[v] >> (uint32_t)k;
+      const Words bit = reinterpret_cast<const Words*>(high)[v] >> (uint32_t)high_of(k);
       return look_up<-BIAS>(low, bit);
     } else {
-      const Words bits = reinterpret_cast<const Words*>(high + k / 16 * PANEL * 4)[v] >> (uint32_t)(2 * (k % 16));
+      const Words bits = reinterpret_cast<const Words*>(high + k / 16 * PANEL * 4)[v] >> (uint32_t)high_of(k);
       return to_floats((low & 15u) | (bits & 3u) << 4) - (float)BIAS;
     }
   }
@@ -76,12 +85,12 @@ struct Blocks {
       for (int fold = 0; fold < GROUP / FOLD; ++fold) {
         Vector sums[R][VECTORS] = {};
         for (int k = fold * FOLD; k < (fold + 1) * FOLD; k += 8) {
-          const Words* words = reinterpret_cast<const Words*>(low + k / 8 * PANEL * 4);
+          const Words* words = &words_at(low, k / 8, 0);
 #pragma GCC unroll 8
           for (int j = 0; j < 8; ++j) {
             Vector weights[VECTORS];
             for (int v = 0; v < VECTORS; ++v)
-              if constexpr (BITS == 8) weights[v] = load_bytes<int8_t>(low + (k + j) * PANEL + WIDTH * v);
+              if constexpr (BITS == 8) weights[v] = signed_byte(words_at(low, word_of(k + j), v), byte_of(j));
               else weights[v] = number(words[v] >> (uint32_t)(4 * j), high, k + j, v);
             for (int r = 0; r < R; ++r) {  // row by row: the inputs of all rows at once need too many registers
               const float input = inputs[r][first + k + j];
@@ -102,6 +111,47 @@ struct Blocks {
     }
   }
 
+#if DRAFTLESS_FIXED_POINT
+  // The same for `rows` rows of inputs in fixed point. groups: of the unit's first 32 inputs one for each of `stride`
+  // rows, then those of the next 32.
+  template <int D>
+  static void add(const uint8_t* unit, const Group<D>* groups, int64_t stride, int64_t rows, float* kept) {
+    constexpr int MOST = D == 2 ? 8 : 6;  // rows whose sums fit in registers
+    const int64_t blocks = (rows + MOST - 1) / MOST;
+    const uint8_t* group = unit + HEAD;
+    for (int g = 0; g < GROUPS; ++g, group += EACH, groups += stride) {
+      for (int64_t b = 0; b < BYTES / GROUPS; b += 64) __builtin_prefetch(unit + AHEAD + BYTES / GROUPS * g + b, 0, 2);
+      for (int v = 0; v < VECTORS; ++v)
+        for (int fold = 0; fold < GROUP / FOLD; ++fold) {
+          __m512i weights[FOLD / 4];
+          for (int i = 0; i < FOLD / 4; ++i) weights[i] = operand(group + FACTORS, FOLD / 4 * fold + i, v);
+          const Vector scale = scale_of(unit, group, fold, v);
+          Vector minimum = scale * -(float)BIAS;
+          if constexpr (HAS_MINIMUM) minimum += minimum_of(unit, group, v);
+          for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
+            with_rows<MOST>(count, [&]<int R>() {
+              add_rows<D, R, FOLD, (HAS_MINIMUM || BIAS), BITS == 8>(weights, scale, minimum, groups + first,
+                                                            FOLD == GROUP ? 2 : fold, kept + first * PANEL + WIDTH * v);
+            });
+          }
+        }
+    }
+  }
+
+  // Word i of a group's numbers, as unsigned bytes of four inputs.
+  static __m512i operand(const uint8_t* low, int i, int v) {
+    if constexpr (BITS == 8) return (__m512i)(words_at(low, i, v) ^ 0x80808080u);
+    Words bytes = words_at(low, i / 2, v) >> (uint32_t)(4 * (i % 2)) & 0x0f0f0f0fu;
+    if constexpr (BITS > 4) {
+      constexpr int EACH_WORD = BITS == 5 ? 8 : 4;  // operands whose further bits are in one word
+      const Words bits = words_at(low + LOW, i / EACH_WORD, v) >> (uint32_t)((BITS - 4) * (i % EACH_WORD));
+      bytes |= (bits & (BITS == 5 ? 0x01010101u : 0x03030303u)) << 4u;
+    }
+    return (__m512i)bytes;
+  }
+#endif
+
   // Puts a file's block in a lane of a unit.
   static void pack(const uint8_t* block, uint8_t* unit, int lane) {
     const uint8_t* scales = SCALE == Scale::SUPER ? block + SOURCE - 2 : block;
@@ -114,11 +164,11 @@ struct Blocks {
       for (int k = 0; k < GROUP; ++k) {
         const uint32_t q = read(block, g, k);
         if (BITS == 8) {
-          low[k * PANEL + lane] = (uint8_t)q;
+          low[4 * (word_of(k) * PANEL + lane) + byte_of(k)] = (uint8_t)q;
         } else {
           add_bits(low + 4 * (k / 8 * PANEL + lane), (q & 15u) << (4 * (k % 8)));
-          if (BITS == 5) add_bits(high + 4 * lane, (q >> 4) << k);
-          if (BITS == 6) add_bits(high + 4 * (k / 16 * PANEL + lane), (q >> 4) << (2 * (k % 16)));
+          if (BITS == 5) add_bits(high + 4 * lane, (q >> 4) << high_of(k));
+          if (BITS == 6) add_bits(high + 4 * (k / 16 * PANEL + lane), (q >> 4) << high_of(k));
         }
       }
     }
@@ -137,11 +187,11 @@ struct Blocks {
         if (SCALE == Scale::SUPER_MIN) factor = group[lane], below = -(float)group[PANEL + lane];
         int q;
         if (BITS == 8) {
-          q = (int8_t)low[k * PANEL + lane];
+          q = (int8_t)low[4 * (word_of(k) * PANEL + lane) + byte_of(k)];
         } else {
           q = (int)(word_at(low + 4 * (k / 8 * PANEL + lane)) >> (4 * (k % 8)) & 15u);
-          if (BITS == 5) q |= (int)(word_at(high + 4 * lane) >> k & 1u) << 4;
-          if (BITS == 6) q |= (int)(word_at(high + 4 * (k / 16 * PANEL + lane)) >> (2 * (k % 16)) & 3u) << 4;
+          if (BITS == 5) q |= (int)(word_at(high + 4 * lane) >> high_of(k) & 1u) << 4;
+          if (BITS == 6) q |= (int)(word_at(high + 4 * (k / 16 * PANEL + lane)) >> high_of(k) & 3u) << 4;
         }
         const float product = scale * factor * (float)(q - BIAS);
         *into++ = HAS_MINIMUM ? product + minimum * below : product;
@@ -149,6 +199,12 @@ struct Blocks {
   }
 
  private:
+  static const Words& words_at(const uint8_t* low, int word, int v) {
+    return reinterpret_cast<const Words*>(low + word * PANEL * 4)[v];
+  }
+  static Vector signed_byte(Words words, int byte) {
+    return __builtin_convertvector((Integers)(words << (uint32_t)(24 - 8 * byte)) >> 24, Vector);
+  }
   static uint32_t word_at(const uint8_t* at) {
     uint32_t word;
     std::memcpy(&word, at, 4);

@@ -1,7 +1,8 @@
 // A linear layer whose weights are packed once and serve any number of input rows, in float32 and bfloat16.
 //
 // A packed layer is one tensor of bytes: a header of 64-bit integers, then one or more weights with the same inputs, each
-// in a form of its own. The header: how many weights there are, K, and for each its form, outputs, and offset in bytes.
+// in a form of its own. The header: how many weights there are, K, the digits of inputs that blocks are multiplied with
+// (0: floats, see fixed_point.h), and for each weight its form, outputs, and offset in bytes.
 // Weights lie in panels of PANEL outputs: [panels, K / STEP, unit]. Zeros fill up. float32 inputs take every form.
 // A panel is read front to back. A block of up to ROWS input rows keeps its sums in registers. A few blocks take turns,
 // CHUNK bytes each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
@@ -30,6 +31,7 @@ constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
 constexpr int64_t CHUNK = 6 << 10, FEW = 4;   // bytes of a panel, and the blocks that take turns after each chunk
 constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
+constexpr int64_t ROUNDED = 8;                // rows of inputs that a thread brings to fixed point at least
 
 // Calls `block.template operator()<Form>()`. forms: ggml's numbers, and ours from 100 on. Forms in groups and float16
 // take float32 inputs.
@@ -67,14 +69,14 @@ struct Part {
 // What the header of a packed layer says.
 struct Layout {
   const uint8_t* data;
-  int64_t inputs, outputs = 0, panels = 0;
+  int64_t inputs, digits, outputs = 0, panels = 0;
   std::vector<Part> parts;
 
   explicit Layout(const Tensor& packed) : data(reinterpret_cast<const uint8_t*>(packed.const_data_ptr())) {
-    int64_t sizes[2];
+    int64_t sizes[3];
     STD_TORCH_CHECK(packed.numel() >= LINE, "not a packed layer");
     std::memcpy(sizes, data, sizeof(sizes));
-    inputs = sizes[1];
+    inputs = sizes[1], digits = sizes[2];
     parts.resize(sizes[0]);
     std::memcpy(parts.data(), data + sizeof(sizes), sizes[0] * sizeof(Part));
     for (const Part& part : parts) outputs += part.outputs, panels += panels_of(part.outputs);
@@ -159,13 +161,29 @@ struct Layer {
     }
   }
 
-  // A share of all panels' rows: number i is row i % rows of panel i / rows.
-  void run(int64_t begin, int64_t end) const {
+#if DRAFTLESS_FIXED_POINT
+  // The same for the inputs in fixed point: groups [inputs / GROUP, rows].
+  template <int D>
+  void run_blocks(int64_t panel, int64_t first, int64_t number, const Group<D>* groups) const {
+    const int64_t steps = size / T::STEP;
+    alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
+    const uint8_t* weights = packed + panel * steps * T::BYTES;
+    for (int64_t unit = 0; unit < steps; ++unit, weights += T::BYTES, groups += T::GROUPS * rows)
+      T::add(weights, groups + first, rows, number, sums);
+    write_block(panel, first, number, sums);
+  }
+#endif
+
+  // A share of all panels' rows: number i is row i % rows of panel i / rows. fixed: the inputs in fixed point, if they
+  // are to be multiplied so.
+  template <class... Fixed>
+  void run(int64_t begin, int64_t end, const Fixed*... fixed) const {
     const int64_t bytes = units_of(size, T::STEP) * T::BYTES;
     const char* limit = reinterpret_cast<const char*>(packed + (end + rows - 1) / rows * bytes);
     while (begin < end) {
       const int64_t row = begin % rows, left = std::min(rows - row, end - begin), number = std::min(left, FEW * ROWS);
-      run_blocks(begin / rows, row, number, number < left ? nullptr : limit);
+      if constexpr (sizeof...(fixed) > 0) run_blocks(begin / rows, row, number, fixed...);
+      else run_blocks(begin / rows, row, number, number < left ? nullptr : limit);
       begin += number;
     }
   }
@@ -185,16 +203,33 @@ std::vector<float> add_up(const Number* inputs, int64_t rows, int64_t size) {
   return totals;
 }
 
-template <class Number>
+#if DRAFTLESS_FIXED_POINT
+// All rows of inputs in fixed point: [size / 32, rows].
+template <int D>
+std::vector<Group<D>> to_groups(const float* inputs, int64_t rows, int64_t size) {
+  std::vector<Group<D>> groups(rows * (size / 32));
+  torch::stable::parallel_for(0, rows, ROUNDED, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) to_fixed_point(inputs + row * size, size, groups.data() + row, rows);
+  });
+  return groups;
+}
+#endif
+
+template <class Number, int D>
 void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>& bias, Tensor& output) {
   const Number* inputs = reinterpret_cast<const Number*>(input.const_data_ptr());
   const Number* biases = bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr;
   Number* outputs = reinterpret_cast<Number*>(output.mutable_data_ptr());
   const int64_t rows = layout.inputs ? input.numel() / layout.inputs : 0;
   std::vector<float> totals;
+  std::vector<Group<D>> groups;
   for (const Part& part : layout.parts)
     with_form<Number>(part.form, [&]<class T>() {
-      if (T::HAS_MINIMUM && totals.empty()) totals = add_up(inputs, rows, layout.inputs);
+      if constexpr (T::IN_GROUPS && D > 0) {
+        if (groups.empty()) groups = to_groups<D>(inputs, rows, layout.inputs);
+      } else if (T::HAS_MINIMUM && totals.empty()) {
+        totals = add_up(inputs, rows, layout.inputs);
+      }
     });
   torch::stable::parallel_for(0, layout.panels * rows, 1, [&](int64_t first, int64_t last) {
     int64_t before = 0, done = 0;  // panels' rows and outputs of earlier weights
@@ -203,9 +238,11 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
       const int64_t begin = std::max(first, before), end = std::min(last, before + number);
       if (begin < end)
         with_form<Number>(part.form, [&]<class T>() {
-          Layer<T>{inputs, totals.data(), layout.data + part.offset, biases ? biases + done : nullptr, outputs + done,
-                   rows, layout.inputs, part.outputs, layout.outputs}
-              .run(begin - before, end - before);
+          const Number* its_bias = biases ? biases + done : nullptr;
+          const Layer<T> layer{inputs, totals.data(), layout.data + part.offset, its_bias, outputs + done, rows,
+                               layout.inputs, part.outputs, layout.outputs};
+          if constexpr (T::IN_GROUPS && D > 0) layer.run(begin - before, end - before, groups.data());
+          else layer.run(begin - before, end - before);
         });
       before += number, done += part.outputs;
     }
@@ -225,15 +262,22 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
   Tensor output = torch::stable::new_empty(input, shape);
-  (is_float ? run<float> : run<uint16_t>)(input, layout, bias, output);
+#if DRAFTLESS_FIXED_POINT
+  if (is_float && layout.digits == 2) run<float, 2>(input, layout, bias, output);
+  else if (is_float && layout.digits == 3) run<float, 3>(input, layout, bias, output);
+  else
+#endif
+    (is_float ? run<float, 0> : run<uint16_t, 0>)(input, layout, bias, output);
   return output;
 }
 
 // weights [N, bytes of a row], with the same inputs; forms: ggml's numbers; orders: row i of a weight is its row
-// orders[i], or none.
-Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector<Tensor> orders, int64_t inputs) {
-  std::vector<int64_t> header{(int64_t)weights.size(), inputs};
-  int64_t size = round_up(8 * (2 + 3 * weights.size()), LINE);
+// orders[i], or none. digits: 2, 3, or 0, which all are on a CPU that multiplies no bytes.
+Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector<Tensor> orders, int64_t inputs,
+            int64_t digits) {
+  STD_TORCH_CHECK(digits == 0 || digits == 2 || digits == 3, digits, " digits; there are 0, 2 and 3");
+  std::vector<int64_t> header{(int64_t)weights.size(), inputs, DRAFTLESS_FIXED_POINT ? digits : 0};
+  int64_t size = round_up(8 * (3 + 3 * weights.size()), LINE);
   for (size_t i = 0; i < weights.size(); ++i)
     with_form<float>(forms[i], [&]<class T>() {
       STD_TORCH_CHECK(!T::IN_GROUPS || inputs % T::STEP == 0, "a row must be of whole blocks");
@@ -250,7 +294,7 @@ Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector
       const int64_t outputs = rows.size(0), steps = units_of(inputs, T::STEP), bytes = rows.size(1);
       const uint8_t* source = reinterpret_cast<const uint8_t*>(rows.const_data_ptr());
       const int64_t* places = order.numel() ? reinterpret_cast<const int64_t*>(order.const_data_ptr()) : nullptr;
-      uint8_t* into = data + header[2 + 3 * i + 2];
+      uint8_t* into = data + header[3 + 3 * i + 2];
       torch::stable::parallel_for(0, panels_of(outputs), 1, [&](int64_t first, int64_t last) {
         for (int64_t n = first * PANEL; n < std::min(last * PANEL, outputs); ++n) {
           const uint8_t* row = source + (places ? places[n] : n) * bytes;
@@ -302,7 +346,7 @@ Tensor unpack(Tensor packed, Tensor rows) {
 
 STABLE_TORCH_LIBRARY(draftless, m) {
   m.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
-  m.def("pack(Tensor[] weights, int[] forms, Tensor[] orders, int inputs) -> Tensor");
+  m.def("pack(Tensor[] weights, int[] forms, Tensor[] orders, int inputs, int digits) -> Tensor");
   m.def("unpack(Tensor packed, Tensor rows) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) {

@@ -26,13 +26,14 @@ SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp")]
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choice
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
+DIGITS = 3  # 24 bits of an input, as float32 has; see `fixed_point.h`
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
 
 
 @cache
 def load_native_ops() -> str | None:
     """Make `draftless::linear` and `draftless::attention` available. Returns None, or why they are not in one line."""
-    code = [file.read_text(encoding="utf-8") for file in (*SOURCES, FOLDER / "vectors.h", FOLDER / "blocks.h")]
+    code = [file.read_text(encoding="utf-8") for file in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
     try:
         library = build_once(f"ops-{digest(code, FLAGS, _compiler(), environment())}.so", _compile)
         torch.ops.load_library(str(library))
@@ -56,11 +57,14 @@ def passing_flat(counts: Tensor) -> Iterator[None]:
         torch.ops.draftless.set_counts(None)
 
 
-def pack(*weights: Weight) -> Tensor:
-    """Weights with the same inputs, one below the other, as the op `draftless::linear` takes them."""
+def pack(*weights: Weight, digits: int = DIGITS) -> Tensor:
+    """Weights with the same inputs, one below the other, as the op `draftless::linear` takes them.
+
+    digits: bytes of the integers that float32 inputs of blocks are rounded to, if this CPU multiplies bytes; 0: none.
+    """
     orders = [torch.empty(0, dtype=torch.long) if each.order is None else each.order for each in weights]
     forms, inputs = [each.form for each in weights], weights[0].inputs
-    packed: Tensor = torch.ops.draftless.pack([each.data for each in weights], forms, orders, inputs)
+    packed: Tensor = torch.ops.draftless.pack([each.data for each in weights], forms, orders, inputs, digits)
     return packed
 
 
@@ -76,7 +80,7 @@ def list_forms(packed: Tensor) -> list[tuple[str, int]]:
     names |= {form: name for name, form in BLOCKS.items()}
     names |= {form: f"{bits} bits" for (bits, _), form in FLOAT_BLOCKS.items()}
     header = packed[:8].view(torch.int64).tolist()
-    count, inputs, *rest = packed[: 8 * (2 + 3 * header[0])].view(torch.int64).tolist()
+    count, inputs, _, *rest = packed[: 8 * (3 + 3 * header[0])].view(torch.int64).tolist()
     parts = [rest[3 * part : 3 * part + 2] for part in range(count)]
     return [(names[form], outputs * inputs) for form, outputs in parts]
 

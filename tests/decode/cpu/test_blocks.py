@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.cpu.native_ops import pack, unpack
+from decode.cpu.native_ops import DIGITS, pack, unpack
 from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 from tests.support.gguf_files import random_blocks
 from tests.support.models import needs_compiler
@@ -23,10 +23,14 @@ def multiply(inputs: Tensor, packed: Tensor, outputs: int) -> Tensor:
     return torch.ops.draftless.linear(inputs, packed, None, outputs)
 
 
-def assert_close(found: Tensor, inputs: Tensor, values: Tensor) -> None:
-    """Within the rounding of float32 sums."""
+def assert_close(found: Tensor, inputs: Tensor, values: Tensor, digits: int = DIGITS) -> None:
+    """Within the rounding of float32 sums, and within that of inputs to two digits."""
     exact, sizes = inputs.double() @ values.double().T, inputs.double().abs() @ values.double().abs().T
-    assert bool(((found.double() - exact).abs() <= 2.0**-24 * (4 + inputs.shape[-1] ** 0.5) * sizes).all())
+    allowed = 2.0**-24 * (4 + inputs.shape[-1] ** 0.5) * sizes
+    if digits == 2:
+        largest = inputs.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1).double()
+        allowed = allowed + 2.0**-16 * largest @ values.double().abs().T
+    assert bool(((found.double() - exact).abs() <= allowed).all())
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -40,21 +44,53 @@ def test_products_and_rows_of_a_form(name: str, seed: int) -> None:
     data, values = random_blocks(FORMS[name], outputs, inputs, seed)
     order = torch.randperm(outputs) if seed % 2 else None
     values = values if order is None else values[order]
-    packed = pack(Weight(data, FORMS[name], inputs, order))
+    weight, digits = Weight(data, FORMS[name], inputs, order), (3, 2, 0)[seed % 3]
+    packed = pack(weight, digits=digits)
     assert torch.equal(unpack(packed, torch.arange(outputs)), values)
     few = torch.randint(outputs, (3, 2))
     assert torch.equal(unpack(packed, few), values[few])
     if name in BLOCKS:  # of ggml
-        assert torch.equal(Weight(data, FORMS[name], inputs, order).rows(few.flatten()), values[few.flatten()])
+        assert torch.equal(weight.rows(few.flatten()), values[few.flatten()])
     for rows in (1, draw.randint(2, 6), draw.randint(7, 80)):
         given = torch.randn(rows, inputs)
-        assert_close(multiply(given, packed, outputs), given, values)
+        assert_close(multiply(given, packed, outputs), given, values, digits)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_row_does_not_depend_on_others_or_on_threads_or_alignment(name: str) -> None:
+@pytest.mark.parametrize("digits", [2, 3])
+def test_inputs_keep_their_bits(digits: int) -> None:
+    """The largest of 32 inputs may round up: a digit that is too large by one would change its sign."""
+    one = torch.eye(32, dtype=torch.int8).view(torch.uint8)
+    scales = torch.ones(32, 1).view(torch.uint8)
+    packed = pack(Weight(torch.cat([scales, one], dim=1), FLOAT_BLOCKS[8, False], 32), digits=digits)
+    torch.manual_seed(0)
+    for _ in range(8):
+        given = torch.randn(1 << 17, 32) * torch.exp2(torch.randint(-60, 60, (1 << 17, 1)))
+        error = (multiply(given, packed, 32) - given).abs() / given.abs().amax(1, keepdim=True)
+        assert float(error.max()) <= (2.0**-15.9 if digits == 2 else 2.0**-22)
+
+
+@pytest.mark.parametrize("digits", [2, 3, 0])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "Q8_0"])
+def test_inputs_that_are_no_numbers_stay_in_their_row(name: str, digits: int) -> None:
+    data, _ = random_blocks(FORMS[name], 70, 256)
+    packed, given = pack(Weight(data, FORMS[name], 256), digits=digits), torch.randn(4, 256)
+    clean = multiply(given, packed, 70)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoilt = given.clone()
+        spoilt[1, 77] = bad
+        found = multiply(spoilt, packed, 70)
+        assert not found[1].isfinite().any()
+        assert torch.equal(found[[0, 2, 3]], clean[[0, 2, 3]])
+    for tiny in (0.0, 1e-45, 1e-38):
+        assert bool((multiply(torch.full((1, 256), tiny), packed, 70).abs() <= 1e-30).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "digits"), [(name, DIGITS) for name in FORMS] + [("Q4_1", 2), ("Q6_K", 2), ("Q4_K", 0)]
+)
+def test_a_row_does_not_depend_on_others_or_on_threads_or_alignment(name: str, digits: int) -> None:
     data, values = random_blocks(FORMS[name], 200, 512)
-    packed, given = pack(Weight(data, FORMS[name], 512)), torch.randn(70, 512)
+    packed, given = pack(Weight(data, FORMS[name], 512), digits=digits), torch.randn(70, 512)
     moved = torch.cat([packed.new_zeros(3), packed])[3:]
     expected = multiply(given, packed, 200)
     for threads in (1, 2, 3):
@@ -62,7 +98,7 @@ def test_a_row_does_not_depend_on_others_or_on_threads_or_alignment(name: str) -
         for rows in (1, 2, 5, 6, 7, 13, 25, 64):
             assert torch.equal(multiply(given[:rows], packed, 200), expected[:rows])
         assert torch.equal(multiply(given, moved, 200), expected)
-    assert_close(expected, given, values)
+    assert_close(expected, given, values, digits)
 
 
 def test_a_layer_of_several_forms() -> None:
