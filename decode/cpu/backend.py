@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
-from decode.cpu.packed_linear import can_pack, expecting_many_rows, pack_layers, pack_linear
+from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers, pack_linear
 from decode.cpu.quantized_weights import store_quantized_layers
 from decode.devices.backend import Backend
 from decode.devices.user_cache import print_notice_once
@@ -98,6 +98,14 @@ class CpuBackend(Backend):
 
     def pack_linear(self, layer: nn.Linear) -> nn.Module:
         return pack_linear(layer) if can_pack(layer) else layer
+
+    def round_inputs(self, model: nn.Module) -> None:
+        layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.digits]
+        if not layers:
+            needs = "weights in blocks, as GGUF files have, and a CPU with AVX512-VNNI"
+            raise ValueError(f"dtype fixed16 needs {needs}; choose float32, which is the same here")
+        for layer in layers:
+            layer.digits = 2
 
     def reading_texts(self) -> AbstractContextManager[None]:
         return expecting_many_rows()

@@ -272,14 +272,15 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
 }
 
 // weights [N, bytes of a row], with the same inputs; forms: ggml's numbers; orders: row i of a weight is its row
-// orders[i], or none. digits: 2, 3, or 0, which all are on a CPU that multiplies no bytes.
+// orders[i], or none. digits: 2, 3, or 0, as which all count on a CPU that multiplies no bytes.
 Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector<Tensor> orders, int64_t inputs,
             int64_t digits) {
   STD_TORCH_CHECK(digits == 0 || digits == 2 || digits == 3, digits, " digits; there are 0, 2 and 3");
-  std::vector<int64_t> header{(int64_t)weights.size(), inputs, DRAFTLESS_FIXED_POINT ? digits : 0};
+  std::vector<int64_t> header{(int64_t)weights.size(), inputs, 0};
   int64_t size = round_up(8 * (3 + 3 * weights.size()), LINE);
   for (size_t i = 0; i < weights.size(); ++i)
     with_form<float>(forms[i], [&]<class T>() {
+      if (DRAFTLESS_FIXED_POINT && T::IN_GROUPS) header[2] = digits;
       STD_TORCH_CHECK(!T::IN_GROUPS || inputs % T::STEP == 0, "a row must be of whole blocks");
       const int64_t outputs = weights[i].size(0);
       header.insert(header.end(), {forms[i], outputs, size});

@@ -27,6 +27,7 @@ COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choic
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
 DIGITS = 3  # 24 bits of an input, as float32 has; see `fixed_point.h`
+DIGITS_AT = slice(16, 24)  # where the header of a packed layer has them
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
 
 

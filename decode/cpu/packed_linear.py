@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from decode.cpu.native_ops import load_native_ops, pack, unpack
+from decode.cpu.native_ops import DIGITS_AT, load_native_ops, pack, unpack
 from decode.devices.transfer import waits
 from decode.weights.blocks import StoredLayer, Weight
 from decode.weights.layers import BAD_WEIGHT, PackedLayer, find_bad_weight, join_biases, join_linears, merge_layers
@@ -101,6 +101,18 @@ class PackedLinear(PackedLayer):
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
         outputs: Tensor = torch.ops.draftless.linear(inputs, self.packed, self.bias, self.out_features)
         return outputs
+
+    @property
+    def digits(self) -> int:
+        """The bytes of the integers that inputs are rounded to; 0 if they are not, or no weight is in blocks."""
+        return int(self.packed[DIGITS_AT].view(torch.int64))
+
+    @digits.setter
+    def digits(self, digits: int) -> None:
+        self.packed[DIGITS_AT].view(torch.int64).fill_(digits)
+
+    def extra_repr(self) -> str:
+        return f"digits={self.digits}"
 
     def dense_weight(self) -> Tensor:
         return self.rows(torch.arange(self.out_features))

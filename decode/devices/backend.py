@@ -102,6 +102,10 @@ class Backend:
         """A linear layer, packed."""
         return layer
 
+    def round_inputs(self, model: Any) -> None:
+        """Round the inputs of layers with weights in blocks to 16 bits. Raises ValueError if there is none to round."""
+        raise ValueError(f"dtype fixed16 is for CPUs; choose float32 or another for {self.device}")
+
     def reading_texts(self) -> AbstractContextManager[None]:
         """Where passes over many tokens run, but not those of decoding: a token's result may depend on their number."""
         return self.running()

@@ -33,7 +33,9 @@ FILES = (  # that are read, if they are there; damaged ones of some kinds would 
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
 )
+FIXED16 = "fixed16"  # float32, but for the inputs of weights in blocks; see `Target.load`
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES |= {FIXED16: torch.float32}
 
 
 def load_model(
@@ -58,6 +60,8 @@ def load_model(
     """
     backend = _find_backend(device)
     default_dtype = backend.default_dtype if device_map is None else "auto"
+    if dtype == FIXED16 and not in_blocks:
+        raise ValueError(f"dtype {FIXED16} is for weights in blocks, which only accelerated targets have; use float32")
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
     place = str(default_model() if name is None else name)
     try:

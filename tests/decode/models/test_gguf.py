@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Form
+from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from decode import Target, generate
@@ -22,6 +24,7 @@ from decode.weights.gguf import description
 from decode.weights.gguf import model as gguf_model
 from decode.weights.gguf.description import write_description
 from decode.weights.gguf.file import GgufFile
+from proposers import NGramProposer
 from tests.support.gguf_files import write_model
 from tests.support.models import needs_compiler, tiny
 
@@ -57,6 +60,35 @@ def load_stock(path: Path) -> PreTrainedModel:
     """The model as transformers unpacks it."""
     options = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     return AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+
+
+@needs_compiler
+def test_inputs_in_16_bits(file: Path) -> None:
+    """Logits differ from float32's by rounding. The text is the same with and without drafts."""
+    exact = Target.load(file, accelerate="packed")
+    layer = exact.model.get_output_embeddings()
+    if not layer.digits:  # no bytes can be multiplied here
+        with pytest.raises(ValueError, match=r"needs weights in blocks.*AVX512-VNNI"):
+            Target.load(file, dtype="fixed16", accelerate="packed")
+        return
+    rounded = Target.load(file, dtype="fixed16", accelerate="packed")
+    with torch.inference_mode():
+        ids = torch.tensor(PROMPTS[:1])
+        expected, found = exact.model(ids).logits, rounded.model(ids).logits
+    assert 1e-6 < float((found - expected).abs().max() / expected.std()) < 1e-2
+    texts = [
+        [answer.tokens for answer in generate(rounded, PROMPTS, proposer, batch_size=size, max_new_tokens=24)]
+        for proposer, size in ((None, 1), (NGramProposer(), 1), (NGramProposer(), 3))
+    ]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_16_bits_are_for_blocks(file: Path) -> None:
+    for load in (partial(Target.load, file, accelerate="off"), partial(load_model, file)):
+        with pytest.raises(ValueError, match="fixed16 is for weights in blocks, which only accelerated targets have"):
+            load(dtype="fixed16")
+    with pytest.raises(ValueError, match="fixed16 needs weights in blocks"):
+        backend.CpuBackend(torch.device("cpu")).round_inputs(nn.Linear(2, 2))
 
 
 @needs_compiler
