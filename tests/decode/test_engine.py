@@ -592,7 +592,9 @@ def count_kept(engine: Engine) -> int:
     return sum(str(type(each).__module__).startswith(("decode", "proposers")) for each in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", ["ngram", "merged", "draft", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "draft"))]
+)
 def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
     target = make_target()
     engine, counts, choose = Engine(target, DETERMINISTIC[name](target), rows=4, part=8), list[int](), random.Random(1)

@@ -51,14 +51,14 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     "head",
     [
         ["medusa"],
-        ["multi-token", "--epochs", "8"],
+        pytest.param(["multi-token", "--epochs", "8"], marks=pytest.mark.slow),
         ["hydra"],
         pytest.param(["hydra", "--prefix"], marks=pytest.mark.slow),
-        ["eagle"],
+        pytest.param(["eagle"], marks=pytest.mark.slow),
         ["eagle3"],
         pytest.param(["eagle3", "--fc-norm", "--normed-feedback"], marks=pytest.mark.slow),
-        ["peagle", "--epochs", "8"],  # some of the drafts of a text in each step
-        ["mtp"],
+        pytest.param(["peagle", "--epochs", "8"], marks=pytest.mark.slow),  # some of the drafts of a text in each step
+        pytest.param(["mtp"], marks=pytest.mark.slow),
         ["dflash"],
         pytest.param(["dflash", "--layers", "1", "--pair-rank", "0", "--epochs", "10"], marks=pytest.mark.slow),
     ],
@@ -103,7 +103,13 @@ def test_stopped_and_resumed(place: Path, uninterrupted: Path, tmp_path: Path, s
     assert_same(tmp_path, uninterrupted / "out")
 
 
-@pytest.mark.parametrize("head", [["eagle", "--noise", "0.1"], ["peagle"], ["dflash"], ["mtp"]])
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["eagle", "--noise", "0.1"],
+        *(pytest.param([kind], marks=pytest.mark.slow) for kind in ("peagle", "dflash", "mtp")),
+    ],
+)
 def test_what_is_random_is_resumed(place: Path, tmp_path: Path, head: list[str]) -> None:
     """Noise, and the anchors of blocks."""
     options = ["--kind", *head, "--max-steps", "9", "--validate-every", "4"]
