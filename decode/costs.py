@@ -8,14 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, cached_property
-from itertools import accumulate
-from math import ceil, inf
+from functools import cache
+from math import inf
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -25,7 +21,8 @@ from torch import distributed
 from tqdm import tqdm
 
 from decode.devices.backend import Backend
-from decode.devices.graph import round_up
+from decode.devices.cost_curve import CostCurve
+from decode.devices.step_times import StepTimes
 from decode.devices.user_cache import PARTIAL, environment, scratch, user_cache
 from decode.models.facts import has_hooks
 from decode.models.stock_model import StockModel
@@ -42,42 +39,6 @@ WARM = 3  # passes of a size up to the first one that counts
 PACKAGE = Path(__file__).parent
 
 
-class CostCurve:
-    """Costs relative to a single node: `cost(1) == 1`. Never falling, and linear between sizes and beyond the last.
-
-    A size that was measured as slower than a larger one gets the larger one's cost: it could be padded, or other
-    processes disturbed the measurement.
-    sizes: numbers of nodes, ascending. seconds: of a pass over each of them. ratios: the same relative to the first.
-    """
-
-    def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
-        self.sizes = tuple(sizes)
-        lowest = [*accumulate(reversed(seconds), min)][::-1]
-        self.seconds = tuple(lowest)
-        self.ratios = tuple(time / lowest[0] for time in lowest)
-
-    def __call__(self, nodes: float) -> float:
-        right = min(max(bisect_left(self.sizes, nodes), 1), len(self.sizes) - 1)
-        (x0, x1), (y0, y1) = self.sizes[right - 1 : right + 1], self.ratios[right - 1 : right + 1]
-        return y0 + (y1 - y0) * (nodes - x0) / (x1 - x0)
-
-    @cached_property
-    def padded(self) -> CostCurve:
-        """The curve of passes whose nodes are padded to a power of two."""
-        return _PaddedCurve(self.sizes, self.seconds)
-
-    def blend(self, other: CostCurve, share: float) -> CostCurve:
-        """The curve between this one (share 0) and another (share 1), linear in seconds."""
-        sizes = max(self.sizes, other.sizes, key=len)
-        pairs = [(self.seconds[0] * self(size), other.seconds[0] * other(size)) for size in sizes]
-        return CostCurve(sizes, [first + share * (second - first) for first, second in pairs])
-
-
-class _PaddedCurve(CostCurve):
-    def __call__(self, nodes: float) -> float:
-        return super().__call__(round_up(ceil(nodes)))
-
-
 LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
 
 
@@ -85,11 +46,11 @@ class Costs:
     """What a target's forward passes cost. Curves are measured when they are first asked for, and kept in the user's
     cache, so that later starts measure nothing.
 
-    fixed: nothing is measured; True stands for the curve of the kind of device.
+    fixed: nothing is measured; True stands for the curve of the kind of device. steps: what steps took.
     """
 
     def __init__(self, fixed: bool | CostCurve) -> None:
-        self.fixed = fixed
+        self.fixed, self.steps = fixed, StepTimes()
         self._measured: dict[tuple[int, int], CostCurve] = {}  # by rows and context
         self._derived: dict[tuple[int, int], CostCurve] = {}  # the same, of batches whose curve follows from one row's
 
@@ -97,6 +58,8 @@ class Costs:
         """Measure the curves of batches of up to so many rows."""
         if self.fixed:
             return
+        if self.steps.contradicted:
+            self._forget(target)
         rows = 1 if target.passes_flat else rows
         wanted = [(batch, context) for batch in measured_batches(rows) for context in measured_contexts(target, batch)]
         missing = [each for each in wanted if each not in self._measured]
@@ -131,6 +94,13 @@ class Costs:
                 found = shortest.blend(longest, share)
             self._measured[rows, context] = found
         return self._measured[rows, context]
+
+    def _forget(self, target: StockModel) -> None:
+        """Forget all curves, those in the user's cache too: they were measured while the machine was busy."""
+        for rows, context in self._measured:
+            if (file := curve_file(target, rows, context)) is not None:
+                file.unlink(missing_ok=True)
+        self.steps, self._measured, self._derived = StepTimes(), {}, {}
 
     def _find_fixed(self, target: StockModel, rows: int) -> CostCurve:
         if (1, 0) not in self._derived:
@@ -196,7 +166,7 @@ def measure_cost_curve(session: Session, context: int) -> CostCurve:
     """The cost curve of an empty session's batch size after `context` committed tokens, or as many as the model has
     positions for.
 
-    Medians over rounds of all sizes, so that disturbances meet all of them.
+    The shortest of several rounds, because other work on the machine only adds.
     """
     fill(session, min(context, session.target.context - 1))
     trees = [random_chain(size, len(session.lengths), session.target) for size in SIZES]
@@ -212,7 +182,7 @@ def measure_cost_curve(session: Session, context: int) -> CostCurve:
     rounds, begun = [times], perf_counter()
     while len(rounds) < ROUNDS and perf_counter() - begun < PATIENCE:
         rounds.append([time_pass(session, tree) for tree in trees[: len(times)]])
-    return CostCurve(SIZES[: len(times)], [median(seconds) for seconds in zip(*rounds, strict=True)])
+    return CostCurve(SIZES[: len(times)], [*map(min, zip(*rounds, strict=True))])
 
 
 def fill(session: Session, context: int) -> Session:

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from decode.arguments import naming_arguments
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.given_proposer import as_proposer, check_proposer
 from decode.loop import Batch
 from decode.prefill import ALIKE, Prefixes

@@ -71,10 +71,13 @@ class Batch:
         self.session.keep(accepted.path)
         kept = list[int | None](range(len(requests)))
         done = Step(self.target, requests, kept, accepted.tokens, accepted.path, tree, verdict.logits)
-        # On a GPU the time of the target shows up in `accept`, which synchronizes.
-        done.states, done.seconds = verdict.features, seconds.target + seconds.accept
-        self.last = done
-        return self._deliver(done, accepted, seconds)
+        done.states, self.last = verdict.features, done
+        chunks = self._deliver(done, accepted, seconds)
+        if self.drafting.adaptive:
+            sizes = accepted.sizes
+            nodes = step.given + (sum(sizes) / len(sizes) if self.target.passes_flat else max(sizes))
+            self.target.learn_cost(step.sequences, nodes, seconds.total - seconds.proposer)
+        return chunks
 
     def open(self, rows: int, is_whole: bool, inputs: Inputs | None = None) -> Session:
         """An empty session. The first one that `is_whole`, a row for each request, becomes the batch's own."""

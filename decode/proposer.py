@@ -45,7 +45,6 @@ class Step:
     names no layers.
     states [b, N, F]: between two steps, the hidden states of all nodes in the b rows that stay, whose `features` are
     not known yet; None in a step.
-    seconds: spent on verifying and accepting the trees of rows that were there before.
     given: tokens that the next pass computes once more before the trees, in the row that has most; 0 unless the target
     has a recurrent state.
     upload: the "roots" [B] on the device, and `list_numbers` if the proposer names layers.
@@ -60,7 +59,6 @@ class Step:
     logits: Tensor
     features: Tensor | None = None
     states: Tensor | None = None
-    seconds: float = 0.0
     given: int = 0
     upload: Upload | None = None
 
@@ -161,7 +159,8 @@ class Proposer(Protocol):
 
     A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
     It may have five more members:
-    adaptive: True lets the loop measure `Target.cost_curve` before the first token, for trees that are sized by it.
+    adaptive: True for trees that are sized by `Target.cost_after`. The loop measures it before the first token, and
+    corrects it by what steps take.
     sampled: True if its draft tokens are sampled, so that logits processors see tokens that are rejected later.
     begin(target): checks the target and prepares for it. It is called before the first prompts of a batch are read.
     fuse(features): reduces features from [B, T, F] to [B, T, *]: those of a long prompt and several layers take
@@ -198,15 +197,15 @@ def find_member(proposer: Any, name: str) -> Any:
 class Drafting:
     """A batch's use of a proposer, which serves one batch at a time: the one that began last.
 
-    layers, fuse, finish: the proposer's own. Raises ValueError if it names hidden states that the target does not have,
-    and RuntimeError if it is drafting for another batch.
+    layers, adaptive, fuse, finish: the proposer's own. Raises ValueError if it names hidden states that the target does
+    not have, and RuntimeError if it is drafting for another batch.
     """
 
     def __init__(self, proposer: Proposer, target: Target) -> None:
         self.proposer, self.name, self._is_drafting = proposer, type(proposer).__name__, False
         if (begin := find_member(proposer, "begin")) is not None:
             begin(target)
-        self.layers = proposer.layers
+        self.layers, self.adaptive = proposer.layers, find_member(proposer, "adaptive")
         self.fuse, self.finish = find_member(proposer, "fuse"), find_member(proposer, "finish")
         last = target.config.num_hidden_layers
         if outside := [layer for layer in self.layers if not -last - 1 <= layer <= last]:

@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
 from decode.arguments import naming_arguments
-from decode.costs import CONTEXTS, CostCurve, Costs
+from decode.costs import CONTEXTS, Costs
 from decode.devices.backend import NEEDS, check_mode, find_backend
+from decode.devices.cost_curve import CostCurve
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.facts import ModelFacts, find_device, find_output_matrix, find_stop_ids, has_hooks
@@ -181,7 +182,8 @@ class Target:
     def warm_up(self, batch_size: int = 1) -> None:
         """Measure the cost curves of batches of up to `batch_size` rows, which would otherwise delay an answer.
 
-        Nothing is measured twice: curves are kept in the user's cache.
+        Nothing is measured twice: curves are kept in the user's cache. Those that steps have contradicted are measured
+        again.
         """
         self.costs.warm_up(self, batch_size)
 
@@ -195,7 +197,16 @@ class Target:
         return curve.padded if self.has_graphs else curve
 
     def cost_after(self, texts: Sequence[Sequence[int]]) -> CostCurve:
-        """The cost curve of a batch of these texts."""
+        """The cost curve of a batch of these texts, corrected by what steps took. A new object if that changes."""
+        curve = self._measured_after(texts)
+        return curve if self.deterministic else self.costs.steps.correct(curve, len(texts))
+
+    def learn_cost(self, texts: Sequence[Sequence[int]], nodes: float, seconds: float) -> None:
+        """Take in how long a step over `nodes` nodes of each row took, drafting left out."""
+        if not self.deterministic:
+            self.costs.steps.learn(self._measured_after(texts), len(texts), nodes, seconds)
+
+    def _measured_after(self, texts: Sequence[Sequence[int]]) -> CostCurve:
         lengths = [*map(len, texts)]
         return self.cost_curve(len(texts), sum(lengths) // len(lengths) if self.passes_flat else max(lengths))
 

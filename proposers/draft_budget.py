@@ -10,18 +10,22 @@ nodes of all rows have one budget: each goes where it is most likely to be accep
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
+from statistics import median
 
 from decode import Step
-from decode.costs import LEVEL_TIME, CostCurve
+from decode.costs import LEVEL_TIME
+from decode.devices.cost_curve import CostCurve
 
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
-TREE_SIZES = range(8, 65)  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
+TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
+LEVELS = 32  # drafts whose times count
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 
 
@@ -84,7 +88,7 @@ class DraftBudget:
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
         self.expected_tau, self.usual_level_time = expected_tau, usual_level_time
-        self.cost: Callable[[float], float] = float  # until the first batch begins
+        self.cost = CostCurve((1, 2), (1.0, 2.0))  # until the first batch begins
         self.uses_clock = True  # the target is not deterministic
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
         self.unit: float = 1
@@ -100,8 +104,7 @@ class DraftBudget:
         self._promising = True
         self._backoff, self._failures = 0, 0
         self._right: list[float] = []  # by level: how probable it was that a path was right down to it
-        # The shortest seen, because other work on the machine only adds: of a pass, and of a level by rows.
-        self._pass_seconds, self._level_seconds = inf, dict[int, float]()
+        self._level_seconds: dict[int, deque[float]] = {}  # of the last drafts, by rows
         self._rows = 1
 
     def _weigh(self) -> None:
@@ -120,23 +123,23 @@ class DraftBudget:
         """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
         is right with probability `p` at most."""
         if nodes not in self._least_slopes:
-            more = [self.unit, *range(1, max(2, int(TREE_SIZES.stop - nodes)))]
+            larger = [size for size in (nodes + self.unit, *self.cost.sizes, TREE_SIZES[-1]) if size > nodes]
             base = self.cost(nodes)
-            self._least_slopes[nodes] = min((self.cost(nodes + each) - base) / each for each in more)
+            self._least_slopes[nodes] = min((self.cost(size) - base) / (size - nodes) for size in larger)
         return self.acceptance_ratio * p > self.rate * self._least_slopes[nodes]
 
     @property
     def level_time(self) -> float:
         """The time of drafting one level."""
-        if not self.uses_clock or not self._level_seconds or self._pass_seconds == inf:
+        if not self.uses_clock or not self._level_seconds:
             return self.usual_level_time
         nearest = min(self._level_seconds, key=lambda rows: abs(rows - self._rows))
-        return self._level_seconds[nearest] / self._pass_seconds
+        return median(self._level_seconds[nearest]) / self.cost.seconds[0]
 
     def observe(self, step: Step) -> None:
         """Learn from the last tree and follow the batch. Call it once a step, before the other methods."""
         if count := len(step.stayed):
-            self.learn(sum(len(path) - 1 for path in step.path[:count]) / count, step.seconds)
+            self.learn(sum(len(path) - 1 for path in step.path[:count]) / count)
         self.uses_clock = not step.target.deterministic
         self._rows = len(step.sequences)
         self.is_recurrent, self.given = step.target.is_recurrent, step.given
@@ -147,27 +150,22 @@ class DraftBudget:
         if step.is_first or cost is not self.cost:
             self.begin(cost, new_texts=step.is_first)
 
-    def begin(self, cost: Callable[[float], float], new_texts: bool = True) -> None:
-        """Start with another batch size or context, at which a pass over n nodes takes `cost(n)`.
+    def begin(self, cost: CostCurve, new_texts: bool = True) -> None:
+        """Start with another batch size, context or correction, by which a pass over n nodes takes `cost(n)`.
 
         Where `expected_tau` promises no gain, the first draft of a batch is made late, because it reads whole prompts.
         """
         if cost is not self.cost:
-            if isinstance(cost, CostCurve) and isinstance(self.cost, CostCurve):
-                self._pass_seconds *= cost.seconds[0] / self.cost.seconds[0]
-            else:
-                self._pass_seconds, self._level_seconds = inf, {}
-            self.cost = cost
-            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in TREE_SIZES)
-            self._least_slopes = {}
+            self.cost, self._least_slopes = cost, {}
+            sizes = [*TREE_SIZES, *(size for size in cost.sizes if TREE_SIZES[0] < size < TREE_SIZES[1])]
+            self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in sizes)
         promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
         if new_texts or promising > self._promising:
             self._promising = promising
             self._failures, self._backoff = (0, 0) if promising else (len(BACKOFF), BACKOFF[-1])
 
-    def learn(self, accepted: float, seconds: float) -> None:
-        """Take in how many tokens of the last tree were accepted and how long the target took for it."""
-        self._pass_seconds = min(self._pass_seconds, seconds / self.cost(self.nodes))
+    def learn(self, accepted: float) -> None:
+        """Take in how many tokens of the last tree were accepted."""
         if self._expected_last is None:
             return
         self._accepted = MEMORY * self._accepted + accepted
@@ -212,7 +210,7 @@ class DraftBudget:
 
     def take_drafting_time(self, seconds: float, levels: int) -> None:
         """Take in how long it took to draft so many levels."""
-        self._level_seconds[self._rows] = min(self._level_seconds.get(self._rows, inf), seconds / levels)
+        self._level_seconds.setdefault(self._rows, deque(maxlen=LEVELS)).append(seconds / levels)
 
     def choose_growth(self, expected: Sequence[float], levels: int) -> int:
         """How often to let trees grow from their roots, by `unit` nodes at a time, if their levels have been drafted.

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import itemgetter, mul
 
 from decode import Step, Tree
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from proposers.draft_budget import chain_time, choose_fastest
 
 LONGEST_MATCH = 16  # longer matches count as this long

@@ -30,7 +30,7 @@ import proposers
 import proposers.load
 import proposers.options
 from decode import Target, generate
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.requests.answer import Limits, LogProbs
 from draftless import COMMANDS
 from heads import save_head

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from decode.costs import CostCurve, Costs
+from decode.costs import Costs
+from decode.devices.cost_curve import CostCurve
 from decode.given_proposer import as_proposer, check_proposer
 from decode.hf.arguments import (
     drop_ignored,

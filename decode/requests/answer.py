@@ -62,7 +62,7 @@ class Seconds:
     target: float = 0.0
     accept: float = 0.0
     rest: float = 0.0
-    started: float = field(default_factory=perf_counter, repr=False, compare=False)  # the part that runs
+    started: float = field(default_factory=lambda: perf_counter(), repr=False, compare=False)  # the part that runs
 
     def lap(self, part: str) -> None:
         """Add the time since the last lap, or since the beginning, to one part."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from decode import Proposer, Sampling, Target, stream
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import tiny

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from decode import Target, Tree, costs, generate
-from decode.costs import SIZES, CostCurve, for_batch, measured_batches
+from decode.costs import SIZES, for_batch, measured_batches
 from decode.cuda.backend import CudaBackend
+from decode.devices.cost_curve import CostCurve
 from decode.session import Session
 from proposers import MedusaProposer
 from tests.support.drafting import make_head
@@ -126,6 +127,7 @@ def test_a_stream_asks_for_the_curve_of_its_longest_row(measured: Measured, monk
     measured.clear()
     find = target.cost_curve
     monkeypatch.setattr(target, "cost_curve", lambda *key: asked.append(key) or find(*key))
+    monkeypatch.setattr(target, "learn_cost", lambda *_: None)
     proposer = MedusaProposer(make_head("medusa", target))
     generate(target, [[5, 9] * 128, [5, 9, 5]], proposer, max_new_tokens=20, stop_ids=())
     assert proposer.draft_budget.cost is find(*asked[-1])

@@ -25,7 +25,7 @@ from torch import distributed
 
 import decode.requests.answer
 from decode import Proposer, Target, costs, generate, speculate
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer, merged, tree_proposer
 from tests.support.commands import run_module
 from tests.support.drafting import Recorder, make_head

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2Config, LogitsProcessor, NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Engine, Sampling, Target, generate
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from proposers import DraftProposer
 from proposers.draft_models import proposer as draft
 from proposers.draft_models.proposer import count_weights

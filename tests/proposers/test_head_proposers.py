@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode import Engine, Sampling, Target, generate
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.prefill import read_texts
 from decode.trees.noise import TEXT, row_keys
 from heads import LayerCache

@@ -11,7 +11,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from decode import Target
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from proposers import DraftProposer, NGramProposer
 from tests.support.drafting import first_step, fix_cost
 

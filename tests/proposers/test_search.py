@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.devices.cost_curve import CostCurve
 from proposers.draft_budget import DraftBudget
 from proposers.search import RANKS, Draft, ScoredDrafter, expect_right, search
 from tests.support.drafting import list_paths
@@ -84,7 +85,7 @@ def test_only_paths_that_a_tree_can_hold_are_followed(rows: int) -> None:
 
 def test_paths_that_are_not_worth_their_time_are_not_followed() -> None:
     budget = DraftBudget()
-    budget.begin(lambda nodes: 1 + 0.1 * (nodes - 1))
+    budget.begin(CostCurve([1, 64], [1.0, 7.3]))
     assert budget.least_worth == pytest.approx(0.1)
     drafter = MadeUpDrafter(1, 13)
     probable = int((drafter.probabilities(0, ()).softmax(dim=0) >= 0.1).sum())  # of the first level

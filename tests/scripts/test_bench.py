@@ -15,8 +15,8 @@ import torch
 from gguf import GGMLQuantizationType as Form
 
 from decode import Target, costs, generate
-from decode.costs import CostCurve
 from decode.cpu.backend import CpuBackend
+from decode.devices.cost_curve import CostCurve
 from draftless_commands import bench
 from draftless_commands.benchmark import files, measurement
 from draftless_commands.benchmark.files import describe_weights, find_commit, name_numbers

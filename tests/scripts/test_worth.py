@@ -8,7 +8,7 @@ import time
 import pytest
 
 from decode import Stats, Step, Target, Tree
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.requests.answer import Seconds
 from draftless_commands.shared.worth import LEAST_GAIN, NEW_TOKENS, TRIED, Worth, estimate_speed, find_worth
 from proposers import NGramProposer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode import Proposer, Request, Step, Target, Tree
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.devices.transfer import Upload
 from decode.requests.answer import Limits
 from heads import KINDS, LayerConfig, choose_features
@@ -90,7 +90,8 @@ def list_paths(tree: Tree, row: int) -> Paths:
 
 
 def fix_cost(monkeypatch: pytest.MonkeyPatch, target: Target, curve: CostCurve) -> None:
-    """Give a target this cost curve for every batch size and context."""
+    """Give a target this cost curve for every batch size and context. Steps do not correct it."""
+    monkeypatch.setattr(target.costs, "fixed", True)
     monkeypatch.setattr(target, "cost_curve", lambda *_: curve)
 
 

@@ -17,8 +17,8 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from decode import Proposer, Sampling, Step, Target, Tree, generate
-from decode.costs import CostCurve
 from decode.cuda import graph
+from decode.devices.cost_curve import CostCurve
 from proposers import (
     DFlashProposer,
     DraftProposer,
