@@ -23,10 +23,13 @@ from decode.devices.cost_curve import CostCurve
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
+DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 LEVELS = 32  # drafts whose times count
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
+PAUSES = (16, 32, 64, 128)  # the same for a drafter that adds to other sources
+ADDED, ADDED_WEIGHT = 0.5, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
 
 
 def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float | None = None) -> int:
@@ -75,6 +78,33 @@ class ChainAcceptance:
             self._accepted = CHAIN_MEMORY * self._accepted + len(path) - 1
             self._tried = CHAIN_MEMORY * self._tried + min(len(path), self._last_levels)
         self._last_levels = 0
+
+
+class DrafterWorth:
+    """Whether a drafter adds enough to a tree of other sources, learned from what it added (`DraftBudget.find_gain`).
+
+    A drafter adds most where the others know least: where it is `unknown`, by their probabilities, what comes next.
+    It is tried in spite of that after pauses, which grow while it does not pay.
+    """
+
+    def __init__(self) -> None:
+        self._gain, self._unknown = ADDED * ADDED_WEIGHT, ADDED_WEIGHT  # decayed sums, as the others
+        self._levels, self._tries = 1.0, 1.0
+        self._steps, self._failures = 0, 0  # since the last try; tries that did not pay
+
+    def is_worth_it(self, unknown: float, level: float) -> bool:
+        """Whether to draft in this step, if a level costs as much as `level` tokens. Call it once a step."""
+        self._steps += 1
+        expected = unknown * self._gain / self._unknown
+        pays = expected > level * self._levels / self._tries
+        return pays or self._steps > PAUSES[min(self._failures, len(PAUSES) - 1)]
+
+    def learn(self, unknown: float, gain: float, levels: int, level: float) -> None:
+        """Take in what a draft of so many levels added, in tokens, without what its levels cost."""
+        self._gain, self._unknown = DRAFTER_MEMORY * self._gain + gain, DRAFTER_MEMORY * self._unknown + unknown
+        self._levels, self._tries = DRAFTER_MEMORY * self._levels + levels, DRAFTER_MEMORY * self._tries + 1
+        self._failures = 0 if gain > level * levels else self._failures + 1
+        self._steps = 0
 
 
 class DraftBudget:
@@ -221,6 +251,15 @@ class DraftBudget:
         times = choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + self.unit * times, expected[times], levels * self.level_time)
         return times
+
+    def find_gain(self, expected: Sequence[float]) -> float:
+        """The tokens that the best of these trees should add to a step, less those that its time is worth elsewhere.
+
+        expected: as in `choose_growth`.
+        """
+        times = self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
+        pairs = zip(expected, times, strict=True)
+        return max(self.acceptance_ratio * tokens - self.rate * (time - times[0]) for tokens, time in pairs)
 
     def choose_levels(self, expected: Sequence[float]) -> int:
         """The best number of levels to draft, at least one, each of one node.

@@ -12,7 +12,7 @@ import torch
 
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
-from proposers.draft_budget import DraftBudget
+from proposers.draft_budget import DraftBudget, DrafterWorth
 from proposers.search import ScoredDrafter
 from proposers.sources import (
     SOURCES,
@@ -69,7 +69,8 @@ class MergedProposer:
         self.drafter, self.nodes, self.adaptive = drafter, nodes, nodes is None
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
-        self.draft_budget = DraftBudget()
+        self.draft_budget = DraftBudget() if drafter is None else drafter.draft_budget
+        self._drafter_worth = DrafterWorth()
         self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]
         self.accepted_by_source = dict.fromkeys(self._names, 0)
@@ -107,8 +108,7 @@ class MergedProposer:
         else:
             grown, levels = self._draft_levels(self.drafter, step, trees, most)
         if self.adaptive:
-            expected = list(accumulate((p for p, _ in grown), initial=0.0))
-            grown = grown[: self.draft_budget.choose_growth(expected, levels)]
+            grown = grown[: self.draft_budget.choose_growth(add_up(grown), levels)]
         taken = Counter(row for _, rows in grown for row in rows)
         for row, (tree, request_id) in enumerate(zip(trees, step.request_ids, strict=True)):
             del tree.nodes[1 + taken[row] :]
@@ -175,7 +175,11 @@ class MergedProposer:
         """
         begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
         deepest = min(drafter.depth, most - 1, max(2, *step.room) - 1)
-        while level < deepest and any(paths) and ((level and not drafter.levelwise) or self._is_worth(paths)):
+        budget, unknown = self.draft_budget, sum(tree.root.unknown for tree in trees) / len(trees)
+        if self.adaptive and not self._drafter_worth.is_worth_it(unknown, budget.rate * budget.level_time):
+            return grown, 0
+        gain = budget.find_gain(add_up(grown)) if self.adaptive else 0.0
+        while level < deepest and any(paths) and (level == 0 or not drafter.levelwise or self._is_worth(paths)):
             if level == 0:
                 scored = drafter.start_scored(drafter.read_inputs(step, deepest), step.target, step.samplings)
             found = continue_paths(scored, level, paths, drafter.ranks, drafter.find_device(step.target))
@@ -188,13 +192,20 @@ class MergedProposer:
             paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
-            self.draft_budget.take_drafting_time(perf_counter() - begun, passes)
+            budget.take_drafting_time(perf_counter() - begun, passes)
+            gain = budget.find_gain(add_up(grown)) - gain if self.adaptive else 0.0
+            self._drafter_worth.learn(unknown, gain, passes, budget.rate * budget.level_time)
         return grown, passes
 
     def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:
         """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
         expected = sum(node.p for row in paths for node in row) / len(paths)
         return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
+
+
+def add_up(grown: Sequence[Growth]) -> list[float]:
+    """The tokens that trees should have accepted after growing 0, 1, ... times."""
+    return list(accumulate((p for p, _ in grown), initial=0.0))
 
 
 class SuffixProposer(MergedProposer):

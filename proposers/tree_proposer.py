@@ -67,9 +67,9 @@ class TreeProposer(ABC):
         return None
 
     def renew(self) -> Self:
-        """The same proposer with nothing learned."""
+        """The same proposer with nothing learned from texts."""
         fresh = copy(self)
-        fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau, self.draft_budget.usual_level_time)
+        fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau, self.draft_budget.level_time)
         return fresh
 
     @torch.no_grad()

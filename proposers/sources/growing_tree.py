@@ -30,6 +30,11 @@ class GrowingNode:
         self.likely: dict[int, tuple[float, int]] = {}  # by next token: its probability after this node, and `best`
         self.path = -1  # of a source that drafts level by level: the place in its last level
 
+    @property
+    def unknown(self) -> float:
+        """The probability that no source has named the next token."""
+        return max(0.0, 1.0 - sum(p for p, _ in self.likely.values()))
+
 
 class GrowingTree:
     """A tree of the most likely nodes, which grows by a node at a time.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode import Proposer, Target, stream
-from decode.costs import CostCurve
+from decode.devices.cost_curve import CostCurve
 from decode.requests.answer import Stats
 
 NODES = 16  # of the trees whose tau is reported
