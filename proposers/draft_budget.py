@@ -28,7 +28,8 @@ LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 LEVELS = 32  # drafts whose times count
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
-PAUSES = (16, 32, 64, 128)  # the same for a drafter that adds to other sources
+TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
+READ_AT_ONCE = 32  # tokens that a drafter reads in the time of a level
 ADDED, ADDED_WEIGHT = 0.5, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
 
 
@@ -84,7 +85,8 @@ class DrafterWorth:
     """Whether a drafter adds enough to a tree of other sources, learned from what it added (`DraftBudget.find_gain`).
 
     A drafter adds most where the others know least: where it is `unknown`, by their probabilities, what comes next.
-    It is tried in spite of that after pauses, which grow while it does not pay.
+    It is tried in spite of that after pauses, which are longer for prompts that it has not read, and grow while it does
+    not pay.
     """
 
     def __init__(self) -> None:
@@ -92,12 +94,15 @@ class DrafterWorth:
         self._levels, self._tries = 1.0, 1.0
         self._steps, self._failures = 0, 0  # since the last try; tries that did not pay
 
-    def is_worth_it(self, unknown: float, level: float) -> bool:
-        """Whether to draft in this step, if a level costs as much as `level` tokens. Call it once a step."""
+    def is_worth_it(self, unknown: float, level: float, unread: float, room: int) -> bool:
+        """Whether to draft in this step, if a level costs as much as `level` tokens. Call it once a step.
+
+        unread: the tokens that the drafter has to read first. room: of the answer.
+        """
         self._steps += 1
-        expected = unknown * self._gain / self._unknown
-        pays = expected > level * self._levels / self._tries
-        return pays or self._steps > PAUSES[min(self._failures, len(PAUSES) - 1)]
+        drafting, reading = level * self._levels / self._tries, level * unread / READ_AT_ONCE
+        pays = unknown * self._gain / self._unknown > drafting + reading / room
+        return pays or self._steps * TRIAL_SHARE > (drafting + reading) * (1 + self._failures)
 
     def learn(self, unknown: float, gain: float, levels: int, level: float) -> None:
         """Take in what a draft of so many levels added, in tokens, without what its levels cost."""
@@ -238,8 +243,8 @@ class DraftBudget:
         self._right = [LEVEL_MEMORY * old + (1 - LEVEL_MEMORY) * new for old, new in zip(before, right, strict=False)]
         self._right += right[len(before) :]
 
-    def take_drafting_time(self, seconds: float, levels: int) -> None:
-        """Take in how long it took to draft so many levels."""
+    def take_drafting_time(self, seconds: float, levels: float) -> None:
+        """Take in how long it took to draft so many levels, or what takes as long."""
         self._level_seconds.setdefault(self._rows, deque(maxlen=LEVELS)).append(seconds / levels)
 
     def choose_growth(self, expected: Sequence[float], levels: int) -> int:

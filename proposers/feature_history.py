@@ -22,7 +22,7 @@ from heads import LayerCache
 from proposers.tree_proposer import numbers_of
 
 READ_AT_ONCE = 512  # tokens per row and pass of a head while it reads a prompt
-WAITING = 64  # steps whose features wait for a draft at most: they take memory, and are copied as rows come and go
+WAITING = 256  # steps whose features wait for a draft at most: they take memory, and are copied as rows come and go
 Counts: TypeAlias = list[int]  # of features, by row
 # A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
 ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]

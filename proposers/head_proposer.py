@@ -84,6 +84,11 @@ class HeadProposer(TreeProposer):
         found: Tensor | None = self.head.token_map
         return found
 
+    @property
+    def unread(self) -> float:
+        counts = self._history.unread_counts
+        return sum(counts) / len(counts) if counts else 0.0
+
     def renew(self) -> Self:
         fresh = super().renew()
         fresh._history, fresh._graphs = FeatureHistory(self.head.window), DraftGraphs()

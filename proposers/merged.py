@@ -12,7 +12,7 @@ import torch
 
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
-from proposers.draft_budget import DraftBudget, DrafterWorth
+from proposers.draft_budget import READ_AT_ONCE, DraftBudget, DrafterWorth
 from proposers.search import ScoredDrafter
 from proposers.sources import (
     SOURCES,
@@ -176,9 +176,11 @@ class MergedProposer:
         begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
         deepest = min(drafter.depth, most - 1, max(2, *step.room) - 1)
         budget, unknown = self.draft_budget, sum(tree.root.unknown for tree in trees) / len(trees)
-        if self.adaptive and not self._drafter_worth.is_worth_it(unknown, budget.rate * budget.level_time):
-            return grown, 0
-        gain = budget.find_gain(add_up(grown)) if self.adaptive else 0.0
+        costs, gain, unread = budget.rate * budget.level_time, 0.0, drafter.unread
+        if self.adaptive:
+            if not self._drafter_worth.is_worth_it(unknown, costs, unread, max(step.room)):
+                return grown, 0
+            gain = budget.find_gain(add_up(grown))
         while level < deepest and any(paths) and (level == 0 or not drafter.levelwise or self._is_worth(paths)):
             if level == 0:
                 scored = drafter.start_scored(drafter.read_inputs(step, deepest), step.target, step.samplings)
@@ -192,9 +194,8 @@ class MergedProposer:
             paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
-            budget.take_drafting_time(perf_counter() - begun, passes)
-            gain = budget.find_gain(add_up(grown)) - gain if self.adaptive else 0.0
-            self._drafter_worth.learn(unknown, gain, passes, budget.rate * budget.level_time)
+            budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_AT_ONCE)
+            self._drafter_worth.learn(unknown, budget.find_gain(add_up(grown)) - gain, passes, costs)
         return grown, passes
 
     def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:

@@ -66,6 +66,11 @@ class TreeProposer(ABC):
         """The target's token of each draft id [D]; None: the same."""
         return None
 
+    @property
+    def unread(self) -> float:
+        """The tokens of a row, on average, that it has to read before the next draft."""
+        return 0.0
+
     def renew(self) -> Self:
         """The same proposer with nothing learned from texts."""
         fresh = copy(self)
