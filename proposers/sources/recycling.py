@@ -7,7 +7,7 @@ was nearly chosen instead of the last token often comes next. Shapes: B rows, N 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ KEPT_RANKS = 8  # most likely next tokens that are kept
 ORDERS = 3  # of the keys: the last 1, 2 and 3 tokens
 SHARES = 8  # probabilities are kept in so many steps
 KEYS = 1 << 16  # kept for each request, some 50 MB; the oldest go first
-BLOCK = 64  # tokens whose largest logit is found first
+BLOCK = 128  # tokens whose largest logit is found first
 # A continuation's log-odds of being right, fitted on 88 answers of the default model to real users' prompts and to
 # exercises: by the key's length and the share of the prediction, plus by its rank; and the same of rivals.
 SHARE_WEIGHT = (
@@ -125,14 +125,15 @@ def learn(
 def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int], list[Predictions]]]:
     """Each row's tokens, parents and predictions, by logits [B, N, V]. A GPU is waited for once."""
     tree = tree.to(logits.device)  # where it is already, but for a prompt's last token
-    # A GPU would have to be waited for to leave padding out; without padding, nothing needs to be copied.
-    leaves_out = not waits(logits) and not bool(tree.real.all())
-    chosen: Any = tree.real if leaves_out else slice(None)
-    ids, values = top_logits(logits[chosen], KEPT_RANKS)
+    # A GPU would have to be waited for to leave padding out; a single row has none, so nothing needs to be copied.
+    leaves_out = tree.batch > 1 and not waits(logits) and not bool(tree.real.all())
+    ids, values = top_logits(logits[tree.real] if leaves_out else logits, KEPT_RANKS)
     shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
     shares = (shares * SHARES).long().clamp(max=SHARES - 1)
-    found = torch.zeros(*tree.tokens.shape, 2, ids.shape[-1], dtype=torch.long, device=logits.device)
-    found[chosen] = torch.stack([ids, shares], dim=-2)
+    found = torch.stack([ids, shares], dim=-2)
+    if leaves_out:
+        every = torch.zeros(*tree.tokens.shape, *found.shape[-2:], dtype=torch.long, device=logits.device)
+        every[tree.real], found = found, every
     places = torch.stack([tree.tokens, tree.parents, tree.sizes[:, None].expand_as(tree.tokens)], dim=2)
     for nodes in read(torch.cat([places, found.flatten(2)], dim=2)).tolist():
         size, ranks = nodes[0][2], ids.shape[-1]

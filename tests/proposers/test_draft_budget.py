@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from decode import Target, generate, stream
 from decode.devices.cost_curve import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
-from proposers.draft_budget import DraftBudget, chain_time
+from proposers.draft_budget import DraftBudget, DrafterWorth, chain_time
 from tests.support.drafting import Recorder, fix_cost, make_head
 from tests.support.models import tiny
 
@@ -167,3 +167,35 @@ def test_a_chain_costs_what_its_rejection_gives_again() -> None:
     assert chain_time(cost, 0, 5, 4, 1) == cost(5)
     assert chain_time(cost, 0, 5, 2, 0.5) == pytest.approx(cost(5) + 0.5 * 0.3)
     assert chain_time(cost, 3, 5, 2, 0) == pytest.approx(cost(8) + 0.6)
+
+
+def use_drafter(steps: int, level: float, adds: float, unknown: float = 1.0, unread: float = 0.0) -> list[int]:
+    """The steps in which a drafter is used that adds so many tokens, each time in one level."""
+    worth, used = DrafterWorth(), []
+    for step in range(steps):
+        if worth.is_worth_it(unknown, level, unread, room=100):
+            worth.learn(unknown, adds, 1, level)
+            used.append(step)
+            unread = 0.0
+    return used
+
+
+@pytest.mark.parametrize("level", [0.02, 0.25])
+def test_a_drafter_that_adds_nothing_takes_under_one_percent(level: float) -> None:
+    for steps in (60, 1000):
+        assert 0 < len(use_drafter(steps, level, adds=0.0)) * level < 0.01 * steps
+    pauses = [after - before for before, after in pairwise(use_drafter(1000, level, adds=0.0)) if after - before > 1]
+    assert len(pauses) > 2 and pauses == sorted(pauses) and pauses[0] < pauses[-1]
+
+
+def test_a_drafter_is_used_where_the_others_know_little() -> None:
+    assert len(use_drafter(100, 0.25, adds=0.4)) == 100
+    worth = DrafterWorth()
+    for _ in range(20):
+        worth.learn(0.8, 0.4, 1, 0.25)
+    assert [worth.is_worth_it(unknown, 0.25, 0.0, 100) for unknown in (0.9, 0.6, 0.4, 0.1)] == [True] * 2 + [False] * 2
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    assert use_drafter(100, 0.25, adds=0.4, unread=6000) == []
+    assert use_drafter(100, 0.25, adds=0.4, unread=300)[:2] == [0, 1]
