@@ -117,12 +117,12 @@ class DraftBudget:
 
     expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned. usual_level_time: the
     time of drafting one level before it was measured, and where nothing is measured.
-    acceptance_ratio: tokens accepted for each that was expected. rate: tokens per unit of time; at least 1, as plain
-    decoding is always possible.
+    acceptance_ratio: tokens accepted for each that was expected; `usual_ratio` before anything is learned. rate: tokens
+    per unit of time; at least 1, as plain decoding is always possible.
     """
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
-        self.expected_tau, self.usual_level_time = expected_tau, usual_level_time
+        self.expected_tau, self.usual_level_time, self.usual_ratio = expected_tau, usual_level_time, 1.0
         self.cost = CostCurve((1, 2), (1.0, 2.0))  # until the first batch begins
         self.uses_clock = True  # the target is not deterministic
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
@@ -144,7 +144,8 @@ class DraftBudget:
 
     def _weigh(self) -> None:
         """Find the ratio and the rates that follow from the sums. Call it when they change."""
-        self.acceptance_ratio = (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
+        usual = CALIBRATION_WEIGHT * self.usual_ratio
+        self.acceptance_ratio = (usual + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
         # In steps with drafts alone. Expected tokens are counted, because accepted ones vary more.
         self._drafting_rate = (self._steps + self.acceptance_ratio * self._expected) / self._time
         self.rate = max(self._drafting_rate, 1.0)
@@ -190,6 +191,7 @@ class DraftBudget:
 
         Where `expected_tau` promises no gain, the first draft of a batch is made late, because it reads whole prompts.
         """
+        self._weigh()
         if cost is not self.cost:
             self.cost, self._least_slopes = cost, {}
             sizes = [*TREE_SIZES, *(size for size in cost.sizes if TREE_SIZES[0] < size < TREE_SIZES[1])]

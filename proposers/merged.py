@@ -28,6 +28,8 @@ from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
+# Accepted tokens for each expected one, before any is seen: of many nodes, those are chosen that seem most likely.
+USUAL_RATIO = 0.7
 MEMORY = 0.97  # weight of what was learned before, per accepted node
 # Rows whose trees grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
 Growth: TypeAlias = tuple[float, Sequence[int]]
@@ -70,6 +72,7 @@ class MergedProposer:
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
         self.draft_budget = DraftBudget() if drafter is None else drafter.draft_budget
+        self.draft_budget.usual_ratio = USUAL_RATIO
         self._drafter_worth = DrafterWorth()
         self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]

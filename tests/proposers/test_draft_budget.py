@@ -199,3 +199,13 @@ def test_a_drafter_is_used_where_the_others_know_little() -> None:
 def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
     assert use_drafter(100, 0.25, adds=0.4, unread=6000) == []
     assert use_drafter(100, 0.25, adds=0.4, unread=300)[:2] == [0, 1]
+
+
+def test_merged_trees_expect_less_than_their_sources_at_first(target: Target) -> None:
+    budget = MergedProposer(drafter=MedusaProposer(make_head("medusa", target))).draft_budget
+    budget.begin(CostCurve([1, 64], [1.0, 2.0]))
+    assert budget.acceptance_ratio == pytest.approx(0.7) and begin(0.1).acceptance_ratio == 1
+    for _ in range(300):
+        budget.choose_growth([0.0, 1.0], 0)
+        budget.learn(1.0)
+    assert budget.acceptance_ratio == pytest.approx(1.0, abs=0.02)
