@@ -30,7 +30,7 @@ LEVELS = 32  # drafts whose times count
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
 READ_AT_ONCE = 32  # tokens that a drafter reads in the time of a level
-ADDED, ADDED_WEIGHT = 0.5, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
+ADDED, ADDED_WEIGHT = 0.3, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
 
 
 def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float | None = None) -> int:
