@@ -62,7 +62,8 @@ class Seconds:
     target: float = 0.0
     accept: float = 0.0
     rest: float = 0.0
-    started: float = field(default_factory=lambda: perf_counter(), repr=False, compare=False)  # the part that runs
+    # When the part that runs has begun, by the clock that `lap` reads, also where a test has replaced it.
+    started: float = field(default_factory=lambda: perf_counter(), repr=False, compare=False)
 
     def lap(self, part: str) -> None:
         """Add the time since the last lap, or since the beginning, to one part."""
