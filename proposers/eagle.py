@@ -181,20 +181,23 @@ class EagleDrafter:
             hidden |= self.slot <= self.positions[:, :1, None] - cache.window
         # [B, R, W, S]: what each path's last node attends to; at fixed shape the same for R queries that share a key
         shared = 1 if layer is None or cache.sees is None else layer.num_attention_heads // layer.num_key_value_heads
-        self.mask = hide(hidden, states.dtype)[:, None].expand(-1, shared, -1, -1)
+        mask = hide(hidden, states.dtype)[:, None].expand(-1, shared, -1, -1)
+        self.text_mask, self.mask = mask.split([self.text_end, tokens], dim=3)  # all paths have the same text
 
     def logits(self, level: int) -> Tensor:
         return self.head.logits(self.states, level)
 
     def extend(self, parents: Tensor, tokens: Tensor) -> None:
-        end, window = self.begin + parents.shape[1], self.cache.window
+        count, drafted, window = parents.shape[1], self.begin - self.text_end, self.cache.window
+        end = self.begin + count
         above = parents[:, None, :, None].expand(-1, self.mask.shape[1], -1, self.mask.shape[3])
         self.mask = self.mask.gather(2, above)
-        self.mask[..., self.begin : end].diagonal(dim1=2, dim2=3).zero_()  # each sees itself
+        self.mask[..., drafted : drafted + count].diagonal(dim1=2, dim2=3).zero_()  # each sees itself
         if window is not None:  # the tokens of a draft are not hidden from each other
             left = self.slot[: self.text_end] <= self.positions[:, self.level, None] - window  # [B, S]
-            self.mask[..., : self.text_end].masked_fill_(left[:, None, None], torch.finfo(self.mask.dtype).min)
-        mask = self.mask[..., :end] if self.cache.sees is None else self.mask
+            self.text_mask = self.text_mask.masked_fill(left[:, None, None], torch.finfo(self.mask.dtype).min)
+        own = self.mask[..., : drafted + count] if self.cache.sees is None else self.mask
+        mask = torch.cat([self.text_mask.expand(-1, -1, count, -1), own], dim=3)
         slots = slice(self.first + self.begin, self.first + end)
         attend = partial(self.cache.attend, mask=mask.flatten(1, 2)[:, None], slots=slots)
         states = self.states.gather(1, expand_last(parents, self.states))
