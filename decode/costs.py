@@ -21,8 +21,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from decode.devices.backend import Backend
-from decode.devices.cost_curve import CostCurve
-from decode.devices.step_times import StepTimes
+from decode.devices.cost_curve import CostCurve, StepTimes
 from decode.devices.user_cache import PARTIAL, environment, scratch, user_cache
 from decode.models.facts import has_hooks
 from decode.models.stock_model import StockModel

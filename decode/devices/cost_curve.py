@@ -1,14 +1,22 @@
-"""The cost of a forward pass over N nodes, relative to one node, as a function."""
+"""What a forward pass over N nodes costs, relative to one node: as it was measured, and as it is in the loop."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from math import ceil
+from math import ceil, log2
+from statistics import median
 
 from decode.devices.graph import round_up
+
+MEMORY = 256  # steps that count: a size that is not verified any more is forgotten
+RENEWAL = 8  # steps between two corrections
+FEWEST = 3  # steps of about the same size that correct the curve
+FASTER = 0.8  # steps that take less than this part of what the curve says contradict it, if there are `SURE` of them
+SURE = 16
 
 
 class CostCurve:
@@ -45,3 +53,48 @@ class CostCurve:
 class _PaddedCurve(CostCurve):
     def __call__(self, nodes: float) -> float:
         return super().__call__(round_up(ceil(nodes)))
+
+
+class StepTimes:
+    """Corrects cost curves by what steps took. Sizes that were not verified get the correction of the nearest ones.
+
+    Medians, because other work on the machine slows single steps down.
+    contradicted: steps are so much faster than a curve that the machine must have been busy when that was measured.
+    """
+
+    def __init__(self) -> None:
+        self._steps = deque[tuple[int, float]](maxlen=MEMORY)  # by `_place`: the seconds, relative to the curve's
+        self._count = 0
+        self._ratios: dict[int, float] = {}
+        self._corrected: dict[CostCurve, CostCurve] = {}
+        self.contradicted = False
+
+    def learn(self, curve: CostCurve, rows: int, nodes: float, seconds: float) -> None:
+        """Take in how long a step took without its draft. nodes: of a row, on average if passes have no padding."""
+        self._steps.append((_place(rows * nodes), seconds / (curve.seconds[0] * curve(nodes))))
+        self._count += 1
+        if self._count % RENEWAL == 0:
+            found: dict[int, list[float]] = {}
+            for place, ratio in self._steps:
+                found.setdefault(place, []).append(ratio)
+            self._ratios = {place: median(ratios) for place, ratios in found.items() if len(ratios) >= FEWEST}
+            self._corrected = {}
+            self.contradicted = any(self._ratios[place] < FASTER for place in found if len(found[place]) >= SURE)
+
+    def correct(self, curve: CostCurve, rows: int) -> CostCurve:
+        """The curve in the loop. The same object until more is learned."""
+        if not self._ratios:
+            return curve
+        if curve not in self._corrected:
+            seconds = [time * self._find(rows * size) for size, time in zip(curve.sizes, curve.seconds, strict=True)]
+            self._corrected[curve] = type(curve)(curve.sizes, seconds)
+        return self._corrected[curve]
+
+    def _find(self, tokens: float) -> float:
+        place = _place(tokens)
+        return self._ratios[min(self._ratios, key=lambda known: abs(known - place))]
+
+
+def _place(tokens: float) -> int:
+    """Numbers of tokens that are counted alike have the same place: two of them double the tokens."""
+    return round(2 * log2(tokens))

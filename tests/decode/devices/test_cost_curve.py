@@ -10,8 +10,7 @@ import torch
 
 from decode import Target, costs, generate
 from decode.costs import SIZES
-from decode.devices.cost_curve import CostCurve
-from decode.devices.step_times import StepTimes
+from decode.devices.cost_curve import CostCurve, StepTimes
 from proposers import NGramProposer
 from tests.support.models import tiny
 
