@@ -254,7 +254,7 @@ class DraftBudget:
 
         expected[n]: the tokens that they should have accepted after growing n times.
         """
-        costs = self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
+        costs = self._find_growth_times(expected)
         times = choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + self.unit * times, expected[times], levels * self.level_time)
         return times
@@ -264,7 +264,7 @@ class DraftBudget:
 
         expected: as in `choose_growth`.
         """
-        times = self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
+        times = self._find_growth_times(expected)
         pairs = zip(expected, times, strict=True)
         return max(self.acceptance_ratio * tokens - self.rate * (time - times[0]) for tokens, time in pairs)
 
@@ -278,6 +278,10 @@ class DraftBudget:
         levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
         self._take(1 + levels, expected[levels - 1], levels * self.level_time)
         return levels
+
+    def _find_growth_times(self, expected: Sequence[float]) -> list[float]:
+        """The times of verifying trees that have grown 0, 1, ... times by `unit` nodes."""
+        return self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
 
     def _find_times(self, sizes: Sequence[float], expected: Sequence[float]) -> list[float]:
         """The times of verifying trees of these sizes; the first is the root alone. expected: their accepted tokens."""

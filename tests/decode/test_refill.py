@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from decode import Answer, PlainProposer, Sampling, Step, Target, Tree, generate
-from decode.kv_cache import KVLayer
+from decode.kv_cache import KVCache, KVLayer
+from decode.prefill import read_texts
 from decode.session import Session
 from decode.trees.noise import gumbel_max
 from decode.trees.walk import draw
@@ -124,3 +125,16 @@ def test_each_thread_captures_its_own_features(target: Target) -> None:
     with ThreadPoolExecutor(2) as pool:
         together = [*pool.map(read, chains)]
     assert all(torch.equal(one, expected) for found, expected in zip(together, alone, strict=True) for one in found)
+
+
+def test_texts_of_other_lengths_leave_a_first_pass_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is read in a cache without keys, as alone: the kernels of its first pass depend on that."""
+    target, held, run = Target(tiny("llama")), list[bool](), Target.run
+
+    def watch(self: Target, cache: KVCache, *args: Any, **inputs: Any) -> Any:
+        held.append(cache.allocated(0) is not None)
+        return run(self, cache, *args, **inputs)
+
+    monkeypatch.setattr(Target, "run", watch)
+    read_texts(target.open(3), [[5] * 40, [6] * 100, [7] * 200])
+    assert held == [False] * 3
