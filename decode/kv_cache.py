@@ -40,7 +40,7 @@ class KVCache(Cache):
         self.used = 0  # slots that attention sees
         self.node_slots = torch.empty(rows, 0, dtype=torch.long)  # [B, N]
         self.slots: slice | Tensor = slice(0, 0)  # the same, as a slice if all rows are equally long
-        self.last_call: Any = None  # of a layer in the pass, which `decode.cpu.layer_kernel` repeats
+        self.computed: Any = None  # layers of the pass that are computed already; see `decode.cpu.compiled_layers`
         self._node_rows: Tensor | None = None
         self._layer_count, self._round_rows = layer_count, round_rows
 
@@ -76,8 +76,9 @@ class KVCache(Cache):
     def node_rows(self) -> Tensor:
         """The rows of the nodes [B, N], as `node_slots`."""
         if self._node_rows is None:
-            rows, nodes = self.node_slots.shape
-            self._node_rows = torch.arange(rows, device=self.node_slots.device)[:, None].repeat(1, nodes)
+            self._node_rows = torch.zeros_like(self.node_slots)
+            if (rows := len(self.node_slots)) > 1:
+                self._node_rows += torch.arange(rows, device=self.node_slots.device)[:, None]
         return self._node_rows
 
     @property

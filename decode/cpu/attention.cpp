@@ -22,12 +22,12 @@
 #include <utility>
 #include <vector>
 
+#include "shim.h"
 #include "vectors.h"
 
 namespace {
 
 using namespace draftless;
-using torch::stable::Tensor;
 
 typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 
@@ -122,13 +122,14 @@ struct Attention {
   int64_t value_width() const { return round_up(value_size, PANEL); }
   int64_t partial_width() const { return value_width() + 2; }  // a row's sums of a part, its maximum and its total
 
-  struct Scratch {  // of a thread
-    explicit Scratch(const Attention& each)
-        : query(new float[each.rows() * each.key_size]),
-          key(new float[PART * each.key_size]),
-          value(new float[PART * each.value_width()]),
-          scores(new float[PART * ROWS]) {}
-    std::unique_ptr<float[]> query, key, value, scores;
+  struct Scratch {  // of a thread, which keeps it: to free large pieces of memory takes long
+    void fit(const Attention& each) {
+      query.resize(std::max<size_t>(query.size(), each.rows() * each.key_size));
+      key.resize(std::max<size_t>(key.size(), PART * each.key_size));
+      value.resize(std::max<size_t>(value.size(), PART * each.value_width()));
+      scores.resize(PART * ROWS);
+    }
+    std::vector<float> query, key, value, scores;
   };
 
   // Writes a block of keys, [slots, key_size], of at most WIDTH x WIDTH numbers to a panel [key_size, PANEL].
@@ -163,7 +164,7 @@ struct Attention {
 
   // The queries of one row of the batch and one head over one part of the slots.
   void run_part(int64_t row, int64_t head, int64_t begin, Scratch& scratch, float* partial) const {
-    float *query = scratch.query.get(), *key = scratch.key.get(), *value = scratch.value.get();
+    float *query = scratch.query.data(), *key = scratch.key.data(), *value = scratch.value.data();
     const int64_t used = live(row);  // nodes; those of each group lie together
     const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
     const int64_t part = std::min(PART, slots - begin);
@@ -198,7 +199,7 @@ struct Attention {
     for (int64_t first = 0; first < groups * used; first += ROWS) {
       const int64_t size = std::min<int64_t>(ROWS, groups * used - first);
       with_rows(size, [&]<int R>() {
-        run_block<R>(first, used, count, query, key, value_panel, mask, scratch.scores.get(), partial);
+        run_block<R>(first, used, count, query, key, value_panel, mask, scratch.scores.data(), partial);
       });
     }
   }
@@ -273,7 +274,8 @@ struct Attention {
     std::unique_ptr<float[]> partials(new float[pairs * parts() * step]);
     std::atomic<int64_t> next = 0;  // threads take one part after the other: the last ones are short, and come last
     torch::stable::parallel_for(0, pairs * parts(), 1, [&](int64_t, int64_t) {
-      Scratch scratch(*this);
+      static thread_local Scratch scratch;
+      scratch.fit(*this);
       for (int64_t i = next++; i < pairs * parts(); i = next++) {
         const int64_t pair = i % pairs, part = i / pairs;
         run_part(pair / heads, pair % heads, part * PART, scratch, partials.get() + (pair * parts() + part) * step);
@@ -337,16 +339,22 @@ Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double sca
   if (!slots_are_contiguous(key)) key = torch::stable::contiguous(key);
   if (!slots_are_contiguous(value)) value = torch::stable::contiguous(value);
   const std::vector<int64_t> shape{query.size(0), query.size(2), query.size(1), value.size(3)};
-  Tensor output = torch::stable::new_empty(query, shape);
+  Tensor output = make_empty(query, shape);
   (query.element_size() == sizeof(float) ? run<Float32> : run<BFloat16>)(query, key, value, mask, scale, output);
   return output;
 }
 
 }  // namespace
 
+extern "C" AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key,
+                                                             AtenTensorHandle value, AtenTensorHandle mask,
+                                                             double scale, AtenTensorHandle* result) {
+  return answer(result, [&] { return attention(borrow(query), borrow(key), borrow(value), borrow(mask), scale); });
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(draftless, m) {
-  m.def("attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
+  m.def("tree_attention(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor");
   m.def("set_counts(Tensor? counts) -> int");
 }
-STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("attention", TORCH_BOX(&attention)); }
+STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) { m.impl("tree_attention", TORCH_BOX(&attention)); }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CompositeExplicitAutograd, m) { m.impl("set_counts", TORCH_BOX(&set_counts)); }

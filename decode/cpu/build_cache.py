@@ -14,13 +14,10 @@ from filelock import FileLock
 
 from decode.devices.user_cache import PARTIAL, remove, scratch, user_cache
 
-SECOND = ".json"
-
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
     """The file of that name in the cache. If it is missing or damaged, `build` writes it first.
 
-    It may write a second one next to it, which has `SECOND` for the suffix and is kept with it.
     Raises OSError if the cache cannot be written, and whatever `build` raises.
     """
     path = build_folder() / name
@@ -32,8 +29,6 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
                 checksum = _checksum(aside / name)
                 remove(path)
                 _checksum_file(path).write_text(checksum)
-                if (second := (aside / name).with_suffix(SECOND)).is_file():
-                    second.replace(path.with_suffix(SECOND))
                 (aside / name).rename(path)
     return path
 
@@ -52,9 +47,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    """Of a file and the second one that is kept with it."""
-    second = path.with_suffix(SECOND)
-    return hashlib.sha256(path.read_bytes() + (second.read_bytes() if second.is_file() else b"")).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _checksum_file(path: Path) -> Path:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from operator import is_
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
 from decode.cpu.build_cache import build_folder, build_once
@@ -21,6 +23,7 @@ from decode.cpu.layer_kernel import (
     Kernel,
     LayerCall,
     compile_kernel,
+    find_cache,
     flatten_call,
     layer_tensors,
     load_kernel,
@@ -28,6 +31,7 @@ from decode.cpu.layer_kernel import (
     split_output,
 )
 from decode.devices.user_cache import print_notice_once
+from decode.kv_cache import KVCache
 from decode.models.stock_model import StockModel, find_decoder
 from decode.prefill import read_texts
 from decode.session import Session
@@ -42,25 +46,36 @@ TRIALS = ((2, 5, 8), (1, 1, 70), (1, 17, 8))
 
 
 class RecordedCall(NamedTuple):
-    """A layer's call in a pass of the model, and what it returned."""
+    """A layer's call in a pass of the model, its arguments as they were, and what it returned."""
 
     call: LayerCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     output: Any
+
+    def continues(self, before: RecordedCall) -> bool:
+        """Whether this layer took what another one returned, and the same arguments otherwise."""
+        return self.args[0] is before.output and _are_same(self.args[1:], self.kwargs, before.args[1:], before.kwargs)
+
+
+class ComputedLayers(NamedTuple):
+    """What several layers computed in one call: the last one's number and states, and the arguments besides states."""
+
+    last: int
+    states: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Signature:
     """The calls that a kernel was compiled for. Layers with the same kernel share it."""
 
     def __init__(self, call: LayerCall, dimensions: Sequence[tuple[Any, ...]]) -> None:
-        self._form, self._dimensions = call.form, dimensions[:-4]  # without the KV cache
+        self._form, self._dimensions = call.form, dimensions[:-2]  # without keys and values
         self._shapes: dict[tuple[int, int, int], list[torch.Size]] = {}  # of a call's tensors, by its sizes
-        self._last: tuple[Any, Any] = None, None  # the form and the second tensor of a call that fits
 
     def fits(self, call: LayerCall) -> bool:
         """Whether the kernel, which checks nothing, can serve a call."""
-        last_form, last_tensor = self._last
-        if call.form is last_form and call.tensors[1] is last_tensor:  # the next layer of the same pass
-            return True
         if call.form != self._form:
             return False
         shapes = self._shapes.get(call.sizes)
@@ -68,17 +83,19 @@ class Signature:
             sizes = dict(zip("BNS", call.sizes, strict=True))
             shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions]
             self._shapes[call.sizes] = shapes
-        if [tensor.shape for tensor in call.tensors[:-4]] != shapes:
-            return False
-        self._last = call.form, call.tensors[1]
-        return True
+        return [tensor.shape for tensor in call.tensors] == shapes
 
 
 class CompiledLayer:
-    """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others."""
+    """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others.
+
+    following: the layer after it, if it runs the same kernel on what this one returns. All such layers are computed in
+    one call, up to one that someone watches or has replaced.
+    """
 
     def __init__(self, layer: nn.Module, number: int, kernel: Kernel, signature: Signature) -> None:
         self.number, self._kernel, self._signature = number, kernel, signature
+        self.following: CompiledLayer | None = None
         self._tensors = [*layer_tensors(layer).values()]
         self._layer = ref(layer)  # the layer holds this object; a cycle would keep its weights alive
         parts = [*layer.modules()][1:]  # the layer itself still runs its own hooks
@@ -86,16 +103,53 @@ class CompiledLayer:
         self._returns: tuple[bool, ...] | None = None  # which parts of its output are tensors; None: it is no tuple
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = find_cache(args, kwargs)
+        if cache is not None and (computed := cache.computed) is not None:
+            if computed.last == self.number:
+                cache.computed = None
+            if computed.last >= self.number and args and args[0] is computed.states:
+                if not _are_same(args[1:], kwargs, computed.args, computed.kwargs):
+                    raise RuntimeError(f"layer {self.number} has other arguments than in the trials of its kernel")
+                return computed.states
         may_run = not torch.is_grad_enabled() and not any(self._hooks)
         call = flatten_call(self.number, args, kwargs) if may_run else None
-        if call is None or not self._signature.fits(call):
+        if cache is None or call is None or not self._signature.fits(call):
             layer: Any = self._layer()
             return type(layer).forward(layer, *args, **kwargs)
-        tensors = iter(self._kernel([*self._tensors, *call.tensors]))
-        if self._returns is None:
-            return next(tensors)
-        return tuple(next(tensors) if is_tensor else None for is_tensor in self._returns)
+        layers = self._find_layers(cache)
+        weights = [each for layer in layers for each in layer._tensors]
+        stored = [states for layer in layers for states in cache.allocated(layer.number) or ()]
+        tensors = iter(self._kernel(weights, call.tensors, stored))
+        if self._returns is not None:
+            return tuple(next(tensors) if is_tensor else None for is_tensor in self._returns)
+        states = next(tensors)
+        if len(layers) > 1:
+            cache.computed = ComputedLayers(layers[-1].number, states, args[1:], kwargs)
+        return states
 
+    def _find_layers(self, cache: KVCache) -> list[CompiledLayer]:
+        """This layer and those after it that are computed with it."""
+        layers: list[CompiledLayer] = [self]
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return layers
+        while (after := layers[-1].following) is not None and cache.allocated(after.number) is not None:
+            before: Any = layers[-1]._layer()
+            layer: Any = after._layer()
+            if any(after._hooks) or not (layers[-1]._is_forward_of(before) and after._is_forward_of(layer)):
+                break
+            if before._forward_hooks or layer._forward_pre_hooks:
+                break
+            layers.append(after)
+        return layers
+
+    def _is_forward_of(self, layer: Any) -> bool:
+        """Whether nobody has replaced it."""
+        return vars(layer).get("forward") is self
+
+    def may_follow(self, other: CompiledLayer) -> bool:
+        return other._kernel is self._kernel and other._returns is self._returns is None
+
+    @torch.no_grad()
     def is_correct(self, recorded: RecordedCall) -> bool:
         """Whether the kernel computes what the layer did, up to `LAYER_TOLERANCE`."""
         expected = split_output(recorded.output)
@@ -103,7 +157,7 @@ class CompiledLayer:
         if not self._signature.fits(recorded.call):
             return False
         try:
-            states = self._kernel([*self._tensors, *recorded.call.tensors])[0]
+            states = self._kernel(self._tensors, recorded.call.tensors, [*recorded.call.stored])[0]
         except RuntimeError:
             return False
         pairs = (expected[0] - other for other in (states, recorded.call.tensors[0]))
@@ -119,8 +173,10 @@ def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
     kernels: dict[str, Kernel | None] = {}
     signatures: dict[str, Signature] = {}
     trusted: set[str] = set()  # kernels that were right in all trials; their other layers differ in weights alone
+    before: tuple[CompiledLayer, list[RecordedCall]] | None = None
     for layer, (number, calls) in _record_calls(target).items():
         dimensions = _find_dimensions(calls[0].call, calls[1].call)
+        last, before = before, None
         if dimensions is None:
             continue
         name = name_kernel(layer, calls[0].call, dimensions)
@@ -133,6 +189,13 @@ def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
             if all(map(compiled.is_correct, calls[:1] if name in trusted else calls)):
                 layer.forward = compiled
                 trusted.add(name)
+                before = compiled, calls
+                if (
+                    last is not None
+                    and compiled.may_follow(last[0])
+                    and all(map(RecordedCall.continues, calls, last[1]))
+                ):
+                    last[0].following = compiled
 
 
 def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
@@ -152,7 +215,7 @@ def _record_calls(target: StockModel) -> dict[nn.Module, tuple[int, list[Recorde
         number, calls = layers[layer]
         call = flatten_call(number, args, kwargs) if get_ident() == thread else None
         if call is not None and all(part is None or isinstance(part, Tensor) for part in split_output(output)):
-            calls.append(RecordedCall(call, output))
+            calls.append(RecordedCall(call, args, kwargs, output))
 
     with ExitStack() as stack:
         try:
@@ -200,14 +263,21 @@ def _find_dimensions(one: LayerCall, other: LayerCall) -> list[tuple[Any, ...]] 
     """
     symbols = dict(zip(zip(one.sizes, other.sizes, strict=True), "BNS", strict=True))
     dimensions = []
-    for shape, changed in zip(*([tensor.shape for tensor in call.tensors] for call in (one, other)), strict=True):
+    shapes = ([tensor.shape for tensor in (*call.tensors, *call.stored)] for call in (one, other))
+    for shape, changed in zip(*shapes, strict=True):
         pairs = list(zip(shape, changed, strict=True))
         dimensions.append(tuple(a if a == b else symbols.get((a, b)) for a, b in pairs))
-    for place in (-4, -3):
+    for place in (-2, -1):
         batch, heads, _, size = dimensions[place]
         dimensions[place] = batch, heads, "C", size
     known = all(size is not None for sizes in dimensions for size in sizes)
     return dimensions if known and one.form == other.form and any("S" in sizes for sizes in dimensions) else None
+
+
+def _are_same(args: tuple[Any, ...], kwargs: dict[str, Any], others: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether arguments are the very same objects as others."""
+    is_alike = len(args) == len(others) and kwargs.keys() == named.keys()
+    return is_alike and all(map(is_, (*args, *kwargs.values()), (*others, *named.values())))
 
 
 _LOADED: dict[str, Kernel] = {}

@@ -1,7 +1,7 @@
 """The kernel of a decoder layer: exported by torch.export, compiled by AOTInductor, run without Python.
 
-One kernel serves all layers that differ only in their weights, for any number of rows, nodes and cache slots. The
-project's own ops are opaque in it. It takes a layer's call as a flat list of tensors.
+One kernel serves all layers that differ only in their weights, for any number of rows, nodes and cache slots. It calls
+the project's own ops by their C functions. It takes a layer's call as a flat list of tensors.
 
 Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache (attention sees the first S), D head size.
 """
@@ -9,13 +9,13 @@ Shapes: B rows, N nodes, H key-value heads, C slots of the KV cache (attention s
 from __future__ import annotations
 
 import ast
+import ctypes
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import is_
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -27,11 +27,13 @@ from torch.export import Dim
 from torch.func import functional_call
 
 from decode.cpu.attention import ATTENTION
-from decode.cpu.build_cache import SECOND
+from decode.cpu.native_ops import SHIMS
 from decode.devices.user_cache import digest, environment
 from decode.kv_cache import KVCache
 
-Kernel = Callable[[list[Tensor]], list[Tensor]]
+# Runs layers one after the other. Takes their weights, the tensors of the first one's call without keys and values, and
+# the keys and values of each; returns what the last layer does.
+Kernel = Callable[[list[Tensor], list[Tensor], list[Tensor]], list[Tensor]]
 OPTIONS: dict[str, Any] = {  # Inductor's
     "cpp.dynamic_threads": True,  # the number of threads may differ from process to process
     "cpp.vec_isa_ok": True,  # the native ops were compiled for this CPU; trying its vectors takes seconds
@@ -47,42 +49,21 @@ class LayerCall(NamedTuple):
 
     form: what must be equal for two calls to run the same kernel, sizes aside. Each argument's type, which also tells
     1, 1.0 and True apart, or a tuple of types; the values that are neither tensors nor the KV cache; and each tensor's
-    dtype. tensors: the call's, states [B, N, ...] first, then the layer's keys and values [B, H, C, D], then the new
-    nodes' slots and rows [B, N]. In a flat pass, all but keys and values have one row.
+    dtype. tensors: the call's, states [B, N, ...] first, then the new nodes' slots and rows [B, N]. stored: the layer's
+    keys and values [B, H, C, D]. In a flat pass, all but these have one row.
     """
 
     form: tuple[Any, ...]
     sizes: tuple[int, int, int]
     tensors: list[Tensor]
+    stored: tuple[Tensor, Tensor]
 
 
-class LastCall(NamedTuple):
-    """What layers of the same pass have in common: most get the same arguments but for states, keys and values.
-
-    others: the tensors of the call between these. names, values: the keyword arguments, without a value for the cache,
-    which has them. slots: the cache's, which are new in each pass.
-    """
-
-    form: tuple[Any, ...]
-    sizes: tuple[int, int, int]
-    others: list[Tensor]
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    slots: Tensor
-    states: tuple[torch.Size, torch.dtype]
-
-    def repeat(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], cache: KVCache) -> LayerCall | None:
-        """The call of another layer, if it has the same arguments with other states of the same form."""
-        if cache.node_slots is not self.slots or len(args) != 1:
-            return None
-        states, stored = args[0], cache.allocated(number)
-        is_alike = (
-            (states.shape, states.dtype) == self.states and states.is_contiguous() and tuple(kwargs) == self.names
-        )
-        # All values but the cache itself.
-        if stored is None or not is_alike or sum(map(is_, self.values, kwargs.values())) != len(self.values) - 1:
-            return None
-        return LayerCall(self.form, self.sizes, [states, *self.others, *stored, cache.node_slots, cache.node_rows])
+def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
+    """The KV cache among a layer's arguments."""
+    if isinstance(named := kwargs.get("past_key_values"), KVCache):  # its name in most models
+        return named
+    return next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
 
 
 def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
@@ -90,26 +71,10 @@ def flatten_call(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     None if that part of the cache is empty, or if an argument is not a tensor, a plain value, a tuple or that cache.
     """
-    cache = next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
-    if cache is None:
+    cache = find_cache(args, kwargs)
+    stored = None if cache is None else cache.allocated(number)
+    if cache is None or stored is None:
         return None
-    last: LastCall | None = cache.last_call
-    if last is not None and (call := last.repeat(number, args, kwargs, cache)) is not None:
-        return call
-    states = cache.allocated(number)
-    call = None if states is None else _flatten(args, kwargs, cache, states)
-    if call is not None and len(args) == 1 and call.tensors[0] is args[0]:
-        values = tuple(None if value is cache else value for value in kwargs.values())
-        kind = args[0].shape, args[0].dtype
-        cache.last_call = LastCall(
-            call.form, call.sizes, call.tensors[1:-4], (*kwargs,), values, cache.node_slots, kind
-        )
-    return call
-
-
-def _flatten(
-    args: tuple[Any, ...], kwargs: dict[str, Any], cache: KVCache, states: tuple[Tensor, Tensor]
-) -> LayerCall | None:
     tensors: list[Tensor] = []
     constants: list[Any] = []
 
@@ -128,12 +93,12 @@ def _flatten(
     if not tensors or tensors[0].dim() < 2 or not all(_is_plain(value) for value in constants):
         return None
     sizes = tensors[0].shape[0], tensors[0].shape[1], cache.used
-    return LayerCall((*form, tuple(constants)), sizes, [*tensors, *states, cache.node_slots, cache.node_rows])
+    return LayerCall((*form, tuple(constants)), sizes, [*tensors, cache.node_slots, cache.node_rows], stored)
 
 
 def rebuild_call(form: tuple[Any, ...], used: int, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a flattened call, with a `LayerView` of `used` slots for the KV cache."""
-    *arguments, keys, values, slots, rows = tensors
+    *arguments, slots, rows, keys, values = tensors
     args, kwargs, constants = form
     cache, left, constants = LayerView(keys, values, slots, rows, used), iter(arguments), iter(constants)
 
@@ -194,7 +159,7 @@ def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) ->
     tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(layer).items()]
     versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
     own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return digest(describe_module(layer), tensors, call.form, dimensions, versions, own)
+    return digest(describe_module(layer), tensors, call.form, dimensions, versions, own, SHIMS)
 
 
 def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Sequence[Any]], into: Path) -> None:
@@ -215,11 +180,11 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
 
     module = nn.Module()  # torch.export takes modules only
     vars(module)["forward"] = compute
-    inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors)]
+    inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors, *call.stored)]
     for number, packed in enumerate(inputs[: len(tensors)]):  # sizes that are equal by chance would be taken for one
         inputs[number] = packed if packed.dtype != torch.uint8 else packed.new_empty(4096 + 64 * number)
     attends = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in layer.modules()}
-    for states in (-4, -3) if ATTENTION in attends else ():  # in a flat pass, keys and values alone have all rows
+    for states in (-2, -1) if ATTENTION in attends else ():  # in a flat pass, keys and values alone have all rows
         rows, *others = inputs[states].shape
         inputs[states] = inputs[states].new_empty(rows + 1, *others)
     dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
@@ -233,27 +198,37 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
 
 
 def build_library(program: torch.export.ExportedProgram, into: Path) -> None:
-    """Compile a program, whose weights are inputs, to a shared library.
-
-    A file with the calls of our own ops is put next to it, where torch looks for it. All others stay in that folder.
-    """
+    """Compile a program, whose weights are inputs, to a shared library. All other files stay in its folder."""
     from torch._inductor.utils import fresh_cache  # importing it takes a second
 
     package = into.with_suffix(".pt2")
+    ops = {getattr(torch.ops.draftless, name).default: [function] for name, function in SHIMS.items()}
+    options = {**OPTIONS, "aot_inductor.custom_ops_to_c_shims": ops}
     with fresh_cache(dir=str(into.parent)):
-        torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs={**OPTIONS})
+        torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=options)
     with ZipFile(package) as archive:
         (library,) = (name for name in archive.namelist() if name.endswith(".so"))
         into.write_bytes(archive.read(library))
-        if (calls := library.removesuffix(".so") + SECOND) in archive.namelist():
-            into.with_suffix(SECOND).write_bytes(archive.read(calls))
 
 
 def load_kernel(path: Path) -> Kernel:
     """The kernel in a file. Raises RuntimeError for one that cannot be loaded."""
-    # torch's loader of packages unpacks them into the system's temporary folder, and leaves them there.
-    run: Kernel = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
-    return run
+    # torch's loader of packages unpacks them into the system's temporary folder, leaves them there, and runs one layer.
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+    container, outputs = ctypes.c_void_p(), ctypes.c_size_t()
+    if library.AOTInductorModelContainerCreateWithDevice(ctypes.byref(container), ctypes.c_size_t(1), b"cpu", None):
+        raise RuntimeError(f"{path} holds no kernel")
+    library.AOTInductorModelContainerGetNumOutputs(container, ctypes.byref(outputs))
+    run, op = ctypes.cast(library.AOTInductorModelContainerRun, ctypes.c_void_p).value, torch.ops.draftless.run_layers
+
+    def kernel(weights: list[Tensor], inputs: list[Tensor], stored: list[Tensor]) -> list[Tensor]:
+        returned: list[Tensor] = op(run, container.value, outputs.value, weights, inputs, stored)
+        return returned
+
+    return kernel
 
 
 def split_output(output: Any) -> tuple[Any, ...]:

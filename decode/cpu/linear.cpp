@@ -21,11 +21,11 @@
 #include <vector>
 
 #include "blocks.h"
+#include "shim.h"
 
 namespace {
 
 using namespace draftless;
-using torch::stable::Tensor;
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
@@ -143,7 +143,8 @@ struct Layer {
   void run_blocks(int64_t panel, int64_t first, int64_t number, const char* limit) const {
     constexpr int64_t units = std::max<int64_t>(1, CHUNK / T::BYTES);
     const int64_t steps = units_of(size, T::STEP), blocks = (number + ROWS - 1) / ROWS;
-    alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
+    alignas(LINE) float sums[FEW * ROWS * PANEL];
+    std::fill(sums, sums + blocks * ROWS * PANEL, 0.0f);
     const uint8_t* weights = packed + panel * steps * T::BYTES;
     for (int64_t unit = 0; unit < steps; unit += units, weights += units * T::BYTES) {
       const int64_t length = std::min(units, steps - unit), bytes = length * T::BYTES;
@@ -166,7 +167,8 @@ struct Layer {
   template <int D>
   void run_blocks(int64_t panel, int64_t first, int64_t number, const Group<D>* groups) const {
     const int64_t steps = size / T::STEP;
-    alignas(LINE) float sums[FEW * ROWS * PANEL] = {};
+    alignas(LINE) float sums[FEW * ROWS * PANEL];
+    std::fill(sums, sums + number * PANEL, 0.0f);
     const uint8_t* weights = packed + panel * steps * T::BYTES;
     for (int64_t unit = 0; unit < steps; ++unit, weights += T::BYTES, groups += T::GROUPS * rows)
       T::add(weights, groups + first, rows, number, sums);
@@ -261,7 +263,7 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
   input = torch::stable::contiguous(input);
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
-  Tensor output = torch::stable::new_empty(input, shape);
+  Tensor output = make_empty(input, shape);
 #if DRAFTLESS_FIXED_POINT
   if (is_float && layout.digits == 2) run<float, 2>(input, layout, bias, output);
   else if (is_float && layout.digits == 3) run<float, 3>(input, layout, bias, output);
@@ -345,13 +347,21 @@ Tensor unpack(Tensor packed, Tensor rows) {
 
 }  // namespace
 
+extern "C" AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle input, AtenTensorHandle packed,
+                                                          AtenTensorHandle* bias, int64_t outputs,
+                                                          AtenTensorHandle* result) {
+  return answer(result, [&] {
+    return linear(borrow(input), borrow(packed), bias ? std::optional(borrow(*bias)) : std::nullopt, outputs);
+  });
+}
+
 STABLE_TORCH_LIBRARY(draftless, m) {
-  m.def("linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  m.def("packed_linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
   m.def("pack(Tensor[] weights, int[] forms, Tensor[] orders, int inputs, int digits) -> Tensor");
   m.def("unpack(Tensor packed, Tensor rows) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(draftless, CPU, m) {
-  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("packed_linear", TORCH_BOX(&linear));
   m.impl("pack", TORCH_BOX(&pack));
   m.impl("unpack", TORCH_BOX(&unpack));
 }

@@ -5,6 +5,7 @@ They are opaque to torch's compilers, so one compiled layer serves any number of
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from decode.devices.user_cache import digest, environment
 from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp")]
+SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp", "layers.cpp")]
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choice
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
@@ -30,16 +31,24 @@ DIGITS = 3  # 24 bits of an input, as float32 has; see `fixed_point.h`
 DIGITS_AT = slice(16, 24)  # where the header of a packed layer has them
 STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all later versions
 
+HANDLE = "AtenTensorHandle"
+SHIMS = {  # the ops that compiled layers call, and the C functions for them
+    "packed_linear": f"AOTITorchError aoti_torch_cpu_packed_linear({HANDLE}, {HANDLE}, {HANDLE}*, int64_t, {HANDLE}*)",
+    "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention"
+    f"({HANDLE}, {HANDLE}, {HANDLE}, {HANDLE}, double, {HANDLE}*)",
+}
+
 
 @cache
 def load_native_ops() -> str | None:
-    """Make `draftless::linear` and `draftless::attention` available. Returns None, or why they are not in one line."""
+    """Make the ops available: `torch.ops.draftless`. Returns None, or why they are not in one line."""
     code = [file.read_text(encoding="utf-8") for file in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
     try:
         library = build_once(f"ops-{digest(code, FLAGS, _compiler(), environment())}.so", _compile)
         torch.ops.load_library(str(library))
-        torch.library.register_fake("draftless::linear")(_fake_linear)
-        torch.library.register_fake("draftless::attention")(_fake_attention)
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # so that kernels find the functions of `SHIMS`
+        torch.library.register_fake("draftless::packed_linear")(_fake_linear)
+        torch.library.register_fake("draftless::tree_attention")(_fake_attention)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
@@ -59,7 +68,7 @@ def passing_flat(counts: Tensor) -> Iterator[None]:
 
 
 def pack(*weights: Weight, digits: int = DIGITS) -> Tensor:
-    """Weights with the same inputs, one below the other, as the op `draftless::linear` takes them.
+    """Weights with the same inputs, one below the other, as the op `draftless::packed_linear` takes them.
 
     digits: bytes of the integers that float32 inputs of blocks are rounded to, if this CPU multiplies bytes; 0: none.
     """

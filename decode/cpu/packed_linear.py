@@ -99,7 +99,7 @@ class PackedLinear(PackedLayer):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
-        outputs: Tensor = torch.ops.draftless.linear(inputs, self.packed, self.bias, self.out_features)
+        outputs: Tensor = torch.ops.draftless.packed_linear(inputs, self.packed, self.bias, self.out_features)
         return outputs
 
     @property

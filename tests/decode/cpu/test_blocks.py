@@ -20,7 +20,7 @@ SHORT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *FLOAT)  # their blocks have 32
 
 
 def multiply(inputs: Tensor, packed: Tensor, outputs: int) -> Tensor:
-    return torch.ops.draftless.linear(inputs, packed, None, outputs)
+    return torch.ops.draftless.packed_linear(inputs, packed, None, outputs)
 
 
 def assert_close(found: Tensor, inputs: Tensor, values: Tensor, digits: int = DIGITS) -> None:

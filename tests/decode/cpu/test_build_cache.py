@@ -46,20 +46,6 @@ def test_a_file_is_built_once(kernel_folder: Path) -> None:
     assert build_once("other.so", other).read_bytes() == b"another" and path.read_bytes() == b"a library"
 
 
-def test_a_second_file_is_kept_with_it(kernel_folder: Path) -> None:
-    def write(into: Path) -> None:
-        into.write_bytes(b"a library")
-        into.with_suffix(".json").write_text("its calls")
-
-    build = Mock(side_effect=write)
-    second = build_once("some.so", build).with_suffix(".json")
-    assert second.read_text() == "its calls" and not [*kernel_folder.glob("*.partial")]
-    second.write_text("damaged")
-    assert build_once("some.so", build).is_file() and second.read_text() == "its calls" and build.call_count == 2
-    second.unlink()
-    assert build_once("some.so", build).is_file() and second.read_text() == "its calls" and build.call_count == 3
-
-
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "other bytes": lambda path: path.write_bytes(b"A library"),
     "empty": lambda path: path.write_bytes(b""),
@@ -241,7 +227,7 @@ def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     layer = tiny("llama", dtype=torch.float32).model.layers[0]
 
     def name(form: Any = "form", dimensions: Any = (("B", "N", 32),), other: nn.Module = layer) -> str:
-        return name_kernel(other, LayerCall((form,), (1, 1, 64), []), dimensions)
+        return name_kernel(other, LayerCall((form,), (1, 1, 64), [], (torch.empty(0), torch.empty(0))), dimensions)
 
     assert name() == name(other=tiny("llama", dtype=torch.float32, seed=1).model.layers[1])
     names = [name(), name("another"), name(dimensions=(("B", "N", 33),)), name(dimensions=((1, "N", 32),))]

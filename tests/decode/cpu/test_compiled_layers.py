@@ -41,7 +41,7 @@ def change_kernels(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], T
 
     def load_changed(path: Any) -> Kernel:
         kernel = load(path)
-        return lambda inputs: [change(kernel(inputs)[0])]
+        return lambda *given: [change(kernel(*given)[0])]
 
     monkeypatch.setattr(compiled_layers, "load_kernel", load_changed)
 
@@ -146,6 +146,55 @@ def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
     model = tiny("llama", dtype=torch.float32)
     monkeypatch.setattr(compiled_layers, "_find_cache_layer", lambda layer: 1 - layer.self_attn.layer_idx)
     assert not layers_of(Target.take_over(model, accelerate="compiled").model)
+
+
+def test_a_pass_computes_layers_of_a_kind_in_one_call_up_to_one_that_is_watched(
+    exported: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compiled = plain_and_compiled("llama", num_hidden_layers=4)
+    layers = layers_of(compiled.model)
+    counts: list[int] = []
+    for layer in layers:
+        kernel = layer._kernel
+        monkeypatch.setattr(
+            layer, "_kernel", lambda *given, run=kernel: counts.append(len(given[2]) // 2) or run(*given)
+        )
+
+    def compare(*expected: int) -> None:
+        found = []
+        for target in (plain, compiled):
+            session = target.open(1)
+            with torch.inference_mode():
+                read_texts(session, PROMPTS[:1])
+                counts.clear()
+                found.append(session.verify(Tree.chain([[4, 5, 6]])).logits)
+        assert counts == [*expected] and torch.allclose(*found, atol=1e-5)
+
+    compare(4)
+    watched = [target.model.model.layers for target in (plain, compiled)]
+    for change, expected in (
+        (lambda layer: layer.register_forward_hook(lambda module, args, output: output * 1.5), (3, 1)),
+        (lambda layer: layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,)), (2, 2)),
+        (lambda layer: layer.mlp.register_forward_hook(lambda module, args, output: output * 1.5), (2, 1)),
+    ):
+        handles = [change(stack[2]) for stack in watched]
+        compare(*expected)
+        for handle in handles:
+            handle.remove()
+    compare(4)
+    monkeypatch.setattr(watched[1][1], "forward", lambda *args, **kwargs: layers[1](*args, **kwargs))
+    compare(1, 1, 2)
+
+
+def test_a_layer_with_other_arguments_than_in_the_trials_is_an_error(exported: list[str]) -> None:
+    _, compiled = plain_and_compiled("llama")
+    second = layers_of(compiled.model)[1]
+    session = compiled.open(1)
+    read_texts(session, PROMPTS[:1])
+    states, cache = torch.zeros(1, 1, 32), session.cache
+    cache.computed = compiled_layers.ComputedLayers(1, states, (), {"attention_mask": None, "past_key_values": cache})
+    with pytest.raises(RuntimeError, match="layer 1 has other arguments than in the trials"):
+        second(states, attention_mask=torch.zeros(1, 1, 1, 64), past_key_values=cache)
 
 
 def test_features_are_those_of_the_plain_model(exported: list[str]) -> None:

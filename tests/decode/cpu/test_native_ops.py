@@ -56,7 +56,7 @@ def test_attention_takes_the_nodes_of_all_rows_as_one_row(dtype: torch.dtype, se
     mask = torch.zeros(rows, 1, nodes, 300, dtype=dtype).masked_fill_(
         torch.rand(rows, 1, nodes, 300) < 0.5, torch.finfo(dtype).min
     )
-    attend = torch.ops.draftless.attention
+    attend = torch.ops.draftless.tree_attention
     expected = attend(query, keys, values, mask, 0.25)
     flat_query, flat_mask = query.transpose(1, 2)[real].transpose(0, 1)[None], mask[:, 0][real][None, None]
     with passing_flat(counts):
@@ -74,9 +74,9 @@ def test_attention_hides_no_fault(dtype: torch.dtype) -> None:
         mask[..., 1, :] = torch.finfo(dtype).min
         (query[:, :, 0], keys[:, :, 5], values[:, :, 5])[fault].fill_(torch.nan)
         given = [each.to(dtype) for each in (query, keys, values, mask)]
-        found = torch.ops.draftless.attention(*given, 0.25)[0]  # [N, heads, D]
+        found = torch.ops.draftless.tree_attention(*given, 0.25)[0]  # [N, heads, D]
         assert found[0].isnan().all() and (fault or found[2].isfinite().all())
-        alone = torch.ops.draftless.attention(given[0][:, :, 1:2], *given[1:3], given[3][:, :, 1:2], 0.25)
+        alone = torch.ops.draftless.tree_attention(given[0][:, :, 1:2], *given[1:3], given[3][:, :, 1:2], 0.25)
         assert not alone.any()
 
 
@@ -90,12 +90,12 @@ def test_slots_that_no_node_sees_are_left_out(dtype: torch.dtype) -> None:
     mask = torch.where(torch.rand(1, 1, 9, 900) < 0.5, 0.0, torch.finfo(dtype).min).to(dtype)
     mask[..., ~seen] = torch.finfo(dtype).min
     mask[..., 300] = 0
-    expected = torch.ops.draftless.attention(query, keys, values, mask, 0.25)
+    expected = torch.ops.draftless.tree_attention(query, keys, values, mask, 0.25)
     for states in (keys, values):
         states[:, :, 768:] = torch.nan  # a part of 256 slots
-    assert torch.equal(torch.ops.draftless.attention(query, keys, values, mask, 0.25), expected)
+    assert torch.equal(torch.ops.draftless.tree_attention(query, keys, values, mask, 0.25), expected)
     first = [each[:, :, :768] for each in (keys, values)]
-    assert torch.equal(torch.ops.draftless.attention(query, *first, mask[..., :768], 0.25), expected)
+    assert torch.equal(torch.ops.draftless.tree_attention(query, *first, mask[..., :768], 0.25), expected)
     assert expected.isfinite().all()
 
 
@@ -175,9 +175,9 @@ def test_inputs_that_the_linear_op_cannot_take_are_errors() -> None:
         with pytest.raises(RuntimeError):
             packed(inputs)
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.draftless.linear(inputs, packed.packed, None, 5)
+            torch.ops.draftless.packed_linear(inputs, packed.packed, None, 5)
     with pytest.raises(RuntimeError, match="and outputs its 5"):
-        torch.ops.draftless.linear(torch.ones(1, 8), packed.packed, None, 6)
+        torch.ops.draftless.packed_linear(torch.ones(1, 8), packed.packed, None, 6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,7 +240,7 @@ def test_attention_of_random_shapes(dtype: torch.dtype, seed: int) -> None:
     query, key, value = (torch.randn(shape).to(dtype) for shape in shapes)
     exact = attend(query, key, value, mask, size**-0.5)
     query, key, value = draw.choice(FORMS)(query), draw.choice(LAYOUTS)(key), draw.choice(LAYOUTS)(value)
-    found = torch.ops.draftless.attention(query, key, value, mask, size**-0.5)
+    found = torch.ops.draftless.tree_attention(query, key, value, mask, size**-0.5)
     assert found.shape == exact.shape and found.dtype == dtype and found.is_contiguous()
     errors = (found.double() - exact).abs()
     assert bool((errors <= 1e-5 + 1.01 * EPSILON[dtype] * exact.abs()).all())
@@ -260,7 +260,7 @@ def test_attention_to_large_scores(dtype: torch.dtype, sign: int, magnitude: flo
     key = (steps[:, None] * magnitude**0.5 / 8 / slots).expand(2, 2, slots, 8).to(dtype)
     value = torch.randn(2, 2, slots, 8).to(dtype)
     exact = attend(query, key, value, mask, 1.0)
-    found = torch.ops.draftless.attention(query, key, value, mask, 1.0)
+    found = torch.ops.draftless.tree_attention(query, key, value, mask, 1.0)
     assert bool(torch.isfinite(found).all()) and torch.allclose(found.double(), exact, atol=0.01)
 
 

@@ -41,7 +41,7 @@ def test_blocks_hold_the_values_and_give_their_products(bits: int, stored: int, 
     for rows in (*range(1, 8), 20):
         inputs = torch.randn(rows, 192)
         exact, sizes = inputs.double() @ values.double().T, inputs.double().abs() @ values.double().abs().T
-        found = torch.ops.draftless.linear(inputs, packed, None, 71)
+        found = torch.ops.draftless.packed_linear(inputs, packed, None, 71)
         assert bool(((found.double() - exact).abs() <= 2.0**-20 * sizes).all())
 
 
