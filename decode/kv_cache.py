@@ -112,6 +112,14 @@ class KVCache(Cache):
         layer = self.layers[number] if number < len(self.layers) else None
         return (layer.keys, layer.values) if type(layer) is KVLayer and layer.is_initialized else None
 
+    def allocate(self, number: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Allocate a layer for keys and values such as these [B, H, N, D], before its first write. See `allocated`."""
+        while len(self.layers) <= number:
+            self.layers.append(self.make_layer())
+        if type(layer := self.layers[number]) is KVLayer and not layer.is_initialized:
+            layer.lazy_initialization(keys, values)
+        return self.allocated(number)
+
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order. None may come later than it was: `rows[i] >= i`."""
         moves = [(row, place, self.lengths[row]) for place, row in enumerate(rows) if row != place]

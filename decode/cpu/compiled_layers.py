@@ -89,12 +89,16 @@ class Signature:
 class CompiledLayer:
     """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others.
 
+    stored: keys and values as it writes them.
     following: the layer after it, if it runs the same kernel on what this one returns. All such layers are computed in
     one call, up to one that someone watches or has replaced.
     """
 
-    def __init__(self, layer: nn.Module, number: int, kernel: Kernel, signature: Signature) -> None:
+    def __init__(
+        self, layer: nn.Module, number: int, kernel: Kernel, signature: Signature, stored: tuple[Tensor, Tensor]
+    ) -> None:
         self.number, self._kernel, self._signature = number, kernel, signature
+        self._stored = [states.new_empty(0, states.shape[1], 0, states.shape[3]) for states in stored]
         self.following: CompiledLayer | None = None
         self._tensors = [*layer_tensors(layer).values()]
         self._layer = ref(layer)  # the layer holds this object; a cycle would keep its weights alive
@@ -111,7 +115,7 @@ class CompiledLayer:
                 if not _are_same(args[1:], kwargs, computed.args, computed.kwargs):
                     raise RuntimeError(f"layer {self.number} has other arguments than in the trials of its kernel")
                 return computed.states
-        may_run = not torch.is_grad_enabled() and not any(self._hooks)
+        may_run = not torch.is_grad_enabled() and not any(self._hooks) and cache is not None and self._allocate(cache)
         call = flatten_call(self.number, args, kwargs) if may_run else None
         if cache is None or call is None or not self._signature.fits(call):
             layer: Any = self._layer()
@@ -132,7 +136,7 @@ class CompiledLayer:
         layers: list[CompiledLayer] = [self]
         if _global_forward_hooks or _global_forward_pre_hooks:
             return layers
-        while (after := layers[-1].following) is not None and cache.allocated(after.number) is not None:
+        while (after := layers[-1].following) is not None and after._allocate(cache):
             before: Any = layers[-1]._layer()
             layer: Any = after._layer()
             if any(after._hooks) or not (layers[-1]._is_forward_of(before) and after._is_forward_of(layer)):
@@ -141,6 +145,10 @@ class CompiledLayer:
                 break
             layers.append(after)
         return layers
+
+    def _allocate(self, cache: KVCache) -> bool:
+        """Allocate its part of the cache before the first write. Returns whether that holds keys and values alone."""
+        return (cache.allocated(self.number) or cache.allocate(self.number, *self._stored)) is not None
 
     def _is_forward_of(self, layer: Any) -> bool:
         """Whether nobody has replaced it."""
@@ -185,7 +193,7 @@ def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
         kernel = kernels[name]
         if kernel is not None:
             signature = signatures.setdefault(name, Signature(calls[0].call, dimensions))
-            compiled = CompiledLayer(layer, number, kernel, signature)
+            compiled = CompiledLayer(layer, number, kernel, signature, calls[0].call.stored)
             if all(map(compiled.is_correct, calls[:1] if name in trusted else calls)):
                 layer.forward = compiled
                 trusted.add(name)

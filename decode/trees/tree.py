@@ -199,28 +199,29 @@ class Tree:
                 f"trees of {self.sizes.tolist()} nodes; a tree has its root and at most the budget of {budget} nodes, "
                 f"and its tensors have {self.width} columns"
             )
-        nodes = torch.arange(self.width)
-        inner = self.real & (nodes > 0)
-        if bool((torch.where(inner, (self.parents >= nodes) | (self.parents < 0), self.parents != -1)).any()):
-            raise ValueError(
-                "a tree with wrong parents; root and padding must have parent -1, every other node a parent before "
-                "itself"
-            )
-        if self.is_chain and bool((self.parents != nodes - 1)[inner].any()):
-            raise ValueError(
-                "a tree with is_chain=True that is no chain; it must be a chain: each node's parent is the node before"
-            )
-        wrong = (self.depth != self.depth.gather(1, self.parents.clamp(min=0)) + 1) | (self.depth > self.height)
-        if bool(wrong[inner].any()):
-            raise ValueError(f"a tree that is deeper than its height of {self.height}; no node may be")
-        drafted = self.tokens[self.real]
-        if int(drafted.min()) < 0 or int(drafted.max()) >= vocabulary:
-            raise ValueError(
-                f"draft token {int(drafted.min() if int(drafted.min()) < 0 else drafted.max())}, which is outside the "
-                f"vocabulary of {vocabulary}"
-            )
+        rows = zip(self.tokens.tolist(), self.parents.tolist(), self.sizes.tolist(), strict=True)
+        for tokens, parents, size in rows:  # fewer operations than on tensors, for trees are small
+            self._check_row(tokens[:size], parents[:size], vocabulary)
+            if any(parent != -1 for parent in (parents[0], *parents[size:])):
+                raise ValueError(WRONG_PARENTS)
         if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
             raise ValueError(f"trees with the roots {given}; each must be its row's bonus token, here {[*roots]}")
+
+    def _check_row(self, tokens: list[int], parents: list[int], vocabulary: int) -> None:
+        depths = [0]
+        for node, parent in enumerate(parents[1:], start=1):
+            if not 0 <= parent < node:
+                raise ValueError(WRONG_PARENTS)
+            if self.is_chain and parent != node - 1:
+                raise ValueError(
+                    "a tree with is_chain=True that is no chain; it must be a chain: each node's parent is the node "
+                    "before"
+                )
+            depths.append(depths[parent] + 1)
+        if max(depths) > self.height:
+            raise ValueError(f"a tree that is deeper than its height of {self.height}; no node may be")
+        if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
+            raise ValueError(f"draft token {min(wrong)}, which is outside the vocabulary of {vocabulary}")
 
     def mend(self, roots: Tensor, budget: int, vocabulary: int) -> Tree:
         """The trees with their faults mended, and `wrong` [B] marking the rows that had one. Never synchronizes.
@@ -281,6 +282,11 @@ class Tree:
                 f"a tree whose q is {[*self.q.shape]} of {self.q.dtype}; for these tokens, it is "
                 f"{[*shape, vocabulary]} of a floating-point dtype: probabilities after each node"
             )
+
+
+WRONG_PARENTS = (
+    "a tree with wrong parents; root and padding must have parent -1, every other node a parent before itself"
+)
 
 
 def find_ancestors(parents: Tensor, height: int) -> Tensor:
