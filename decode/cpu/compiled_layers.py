@@ -115,7 +115,9 @@ class CompiledLayer:
                 if not _are_same(args[1:], kwargs, computed.args, computed.kwargs):
                     raise RuntimeError(f"layer {self.number} has other arguments than in the trials of its kernel")
                 return computed.states
-        may_run = not torch.is_grad_enabled() and not any(self._hooks) and cache is not None and self._allocate(cache)
+        may_run = cache is not None and not torch.is_grad_enabled() and not any(self._hooks)
+        if cache is not None and may_run and args and args[0].dtype == self._stored[0].dtype:
+            self._allocate(cache)
         call = flatten_call(self.number, args, kwargs) if may_run else None
         if cache is None or call is None or not self._signature.fits(call):
             layer: Any = self._layer()
@@ -147,7 +149,7 @@ class CompiledLayer:
         return layers
 
     def _allocate(self, cache: KVCache) -> bool:
-        """Allocate its part of the cache before the first write. Returns whether that holds keys and values alone."""
+        """Allocate its part of the cache, before the first write. Returns whether that holds keys and values alone."""
         return (cache.allocated(self.number) or cache.allocate(self.number, *self._stored)) is not None
 
     def _is_forward_of(self, layer: Any) -> bool:
