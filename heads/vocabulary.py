@@ -170,10 +170,3 @@ def is_copy(own: Tensor, given: Tensor | None) -> bool:
         dtype for dtype in (own.dtype, torch.bfloat16, torch.float16) if torch.equal(own.to(dtype).to(own.dtype), own)
     )
     return any(torch.equal(own.to(dtype), given.to(dtype)) for dtype in exact)
-
-
-def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most likely ids by logits [..., D], best first, and their log-probabilities in float32, [..., count] each."""
-    logits = logits.float()
-    ids = logits.topk(min(count, logits.shape[-1]), dim=-1).indices
-    return ids, logits.log_softmax(dim=-1).gather(-1, ids)  # logsumexp takes twice as long on a CPU

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from decode import Target, Tree, stream
+from decode.devices.top_tokens import top_tokens
 from decode.models.loading import check_model
 from decode.prefill import read_texts
 from draftless_commands.shared.command import Parser, at_least, check_output_folder, failing_clearly
@@ -22,7 +23,6 @@ from draftless_commands.shared.results import to_markdown
 from draftless_commands.shared.worth import NODES, count, describe_tau, find_worth
 from heads.checkpoint import find_kind, is_saved_head
 from heads.kinds import KINDS
-from heads.vocabulary import top_tokens
 from proposers import HeadProposer, NGramProposer
 from proposers.calibration import Calibration, log_odds
 from proposers.draft_models.proposer import has_other_tokens

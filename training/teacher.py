@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
+from decode.devices.top_tokens import top_tokens
 from decode.models.stock_model import capture_features
-from heads.vocabulary import top_tokens
 from training.data import Example
 
 TOP_K_ROWS = 256  # positions whose logits are reduced to labels at a time

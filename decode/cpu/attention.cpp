@@ -72,24 +72,6 @@ inline void transpose(Vector (&block)[WIDTH]) {
   if constexpr (HALF > 1) transpose<HALF / 2>(block);
 }
 
-// exp(x) for x <= 0, to about 2 units in the last place, in a form that compilers vectorise.
-inline float exp_negative(float x) {
-  x = std::max(x, -87.0f);
-  const float whole = std::nearbyint(x * 1.44269504f);
-  const float rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;  // Cody and Waite's split of ln 2
-  float power = 1.9875691500e-4f;  // the polynomial of Cephes' expf
-  power = power * rest + 1.3981999507e-3f;
-  power = power * rest + 8.3334519073e-3f;
-  power = power * rest + 4.1665795894e-2f;
-  power = power * rest + 1.6666665459e-1f;
-  power = power * rest + 5.0000001201e-1f;
-  power = power * rest * rest + rest + 1.0f;
-  const int32_t bits = ((int32_t)whole + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return x <= -87.0f ? 0.0f : power * scale;
-}
-
 thread_local std::vector<int64_t> counts, firsts;  // of a flat pass: each row's nodes, and its first node among all
 
 int64_t set_counts(std::optional<Tensor> given) {

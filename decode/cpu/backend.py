@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
-from decode.cpu.native_ops import DTYPES, load_native_ops, passing_flat
+from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers, pack_linear
 from decode.cpu.quantized_weights import store_quantized_layers
 from decode.devices.backend import Backend
@@ -39,7 +39,7 @@ class CpuBackend(Backend):
     pass_tokens = 0  # longer passes are not faster
     fixed_costs = (1, 4, 8, 12, 16, 32, 64), (1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26)  # the default model on two cores
     default_dtype = torch.float32
-    attention, attend = ATTENTION, staticmethod(attend)
+    attention, attend, top_tokens = ATTENTION, staticmethod(attend), staticmethod(find_top_tokens)
     lacks = ("graphs",)
 
     @property

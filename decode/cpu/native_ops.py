@@ -23,7 +23,7 @@ from decode.devices.user_cache import digest, environment
 from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 
 FOLDER = Path(__file__).parent
-SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp", "layers.cpp")]
+SOURCES = [FOLDER / name for name in ("linear.cpp", "attention.cpp", "layers.cpp", "top_tokens.cpp")]
 COMPILER = "clang++" if sys.platform == "darwin" else "g++"  # torch's own choice
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC")
 DTYPES = torch.float32, torch.bfloat16
@@ -82,6 +82,14 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
     """Rows of packed weights in float32, [..., K] for row numbers [...]. Raises RuntimeError for a missing one."""
     unpacked: Tensor = torch.ops.draftless.unpack(packed.cpu(), rows.cpu()).to(packed.device)
     return unpacked
+
+
+def find_top_tokens(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor] | None:
+    """See `decode.devices.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
+    if not load_native_ops.cache_info().currsize or load_native_ops() is not None:
+        return None
+    ids, values = torch.ops.draftless.top_tokens(logits, count, normalized)
+    return ids, values
 
 
 def list_forms(packed: Tensor) -> list[tuple[str, int]]:

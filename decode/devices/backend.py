@@ -31,7 +31,8 @@ class Backend:
     go on while the host does. takes_blocks: weights stay in the blocks that files store them in. pass_tokens: of all
     rows, in a pass that reads prompts; fewer would not keep the device busy. fixed_costs: the sizes and seconds of a
     cost curve for runs that measure none. default_dtype: of models. attention: the function that models attend by, for
-    transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`. lacks:
+    transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`.
+    top_tokens: `decode.devices.top_tokens` for logits in float32, or None for those that it leaves to torch. lacks:
     modes of `accelerate` that it has not. running: where passes of models run.
     """
 
@@ -42,6 +43,7 @@ class Backend:
     default_dtype: str | torch.dtype = "auto"
     attention: str | None = None
     attend: Callable[..., Tensor] | None = None
+    top_tokens: Callable[[Tensor, int, bool], tuple[Tensor, Tensor] | None] | None = None
     lacks: tuple[str, ...] = "compiled", "graphs"
     running: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from decode.devices.backend import find_backend
 from decode.devices.transfer import copy_packed, read, waits
 from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, Noise, Texts, find_keys, make_exponential
 from decode.trees.rejection import judge_chains
@@ -147,6 +148,9 @@ def choose_greedily(logits: Tensor) -> Tensor:
     """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
     if logits.dtype in HALF and not waits(logits):  # a CPU is slow at half precision
         logits = logits.float()
+    find = find_backend(logits.device).top_tokens if logits.dtype == torch.float32 else None
+    if find is not None and (found := find(logits, 1, False)) is not None:  # of equals the first, as `argmax`
+        return torch.where(found[1].isfinite(), found[0], NO_TOKEN)[..., 0]
     chosen = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
     return torch.where(logits.gather(-1, chosen).isfinite(), chosen, NO_TOKEN)[..., 0]
 

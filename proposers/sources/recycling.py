@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode import Step, Tree
+from decode.devices.top_tokens import top_tokens
 from decode.devices.transfer import read, waits
 from proposers.sources.source import Named, Source, sigmoid
 
@@ -20,7 +21,6 @@ KEPT_RANKS = 8  # most likely next tokens that are kept
 ORDERS = 3  # of the keys: the last 1, 2 and 3 tokens
 SHARES = 8  # probabilities are kept in so many steps
 KEYS = 1 << 16  # kept for each request, some 50 MB; the oldest go first
-BLOCK = 128  # tokens whose largest logit is found first
 # A continuation's log-odds of being right, fitted on 88 answers of the default model to real users' prompts and to
 # exercises: by the key's length and the share of the prediction, plus by its rank; and the same of rivals.
 SHARE_WEIGHT = (
@@ -127,8 +127,8 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
     tree = tree.to(logits.device)  # where it is already, but for a prompt's last token
     # A GPU would have to be waited for to leave padding out; a single row has none, so nothing needs to be copied.
     leaves_out = tree.batch > 1 and not waits(logits) and not bool(tree.real.all())
-    ids, values = top_logits(logits[tree.real] if leaves_out else logits, KEPT_RANKS)
-    shares = values.float().softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
+    ids, values = top_tokens(logits[tree.real] if leaves_out else logits, KEPT_RANKS, normalized=False)
+    shares = values.softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
     shares = (shares * SHARES).long().clamp(max=SHARES - 1)
     found = torch.stack([ids, shares], dim=-2)
     if leaves_out:
@@ -139,18 +139,3 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
         size, ranks = nodes[0][2], ids.shape[-1]
         predictions = [Predictions(tuple(node[3 : 3 + ranks]), tuple(node[3 + ranks :])) for node in nodes[:size]]
         yield [node[0] for node in nodes[:size]], [node[1] for node in nodes[:size]], predictions
-
-
-def top_logits(logits: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """The ids of the largest logits [..., R] and their values, from logits [..., V]; best first.
-
-    The best tokens lie in the best blocks, by each block's best. On a CPU that is much faster than `topk` alone.
-    """
-    size = logits.shape[-1]
-    padded = nn.functional.pad(logits, (0, -size % BLOCK), value=-torch.inf) if size % BLOCK else logits
-    blocks = padded.unflatten(-1, (-1, BLOCK))
-    best = blocks.amax(dim=-1).topk(min(ranks, blocks.shape[-2]), dim=-1).indices  # [..., R]
-    values = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
-    top = values.topk(min(ranks, size), dim=-1)
-    ids = best.gather(-1, top.indices // BLOCK) * BLOCK + top.indices % BLOCK
-    return ids, top.values

@@ -23,7 +23,7 @@ from proposers import (
 )
 from proposers.sources import RecyclingSource, recycling
 from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree
-from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn, top_logits
+from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn
 from tests.support.drafting import Recorder, list_paths, make_head
 
 
@@ -95,16 +95,6 @@ def test_only_continuations_of_accepted_nodes_are_counted() -> None:
     assert tree.counts == [{"table": [2, 4]}, {}]
     tree.add(tree.root, 0, [Continuation(45, 0.8, "table")])
     assert tree.root.likely[45][0] == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
-
-
-def test_the_largest_logits_are_found() -> None:
-    for seed, size in enumerate((1, 7, 63, 64, 65, 130, 1000, 4099)):
-        logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
-        ids, values = top_logits(logits, KEPT_RANKS)
-        expected = logits.topk(min(KEPT_RANKS, size), dim=-1)
-        assert torch.equal(ids, expected.indices) and torch.equal(values, expected.values)
-    ids, values = top_logits(torch.zeros(1, 1, 300), 5)
-    assert len(set(ids.flatten().tolist())) == 5 and torch.equal(values, torch.zeros(1, 1, 5))
 
 
 def find(recycled: Recycled, tail: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from decode import Target
 from decode.cpu.native_ops import load_native_ops, pack, passing_flat
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
+from decode.devices.backend import find_backend
+from decode.devices.top_tokens import top_tokens
+from decode.trees.accept import choose_greedily
+from decode.trees.sampling import NO_TOKEN
 from decode.weights.blocks import Weight
 from tests.decode.cpu.test_packed import use_onednn
 from tests.support.models import needs_compiler, tiny
@@ -296,3 +300,30 @@ def test_without_the_ops_onednn_packs_layers(
     packed = Target(model, accelerate="auto").model
     assert type(packed.lm_head) is OneDnnLinear and type(model.lm_head) is nn.Linear
     assert torch.allclose(packed(ids).logits, model(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_most_likely_tokens(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_native_ops() is None
+    if not own:
+        monkeypatch.setattr(find_backend(torch.device("cpu")), "top_tokens", None)
+    for seed, size in enumerate((1, 7, 255, 256, 257, 1000, 4099)):
+        logits = 9 * torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
+        expected = logits.double().topk(min(8, size), dim=-1)
+        ids, values = top_tokens(logits, 8, normalized=False)
+        assert torch.equal(ids, expected.indices) and torch.equal(values.double(), expected.values)
+        ids, log_p = top_tokens(logits, 8)
+        assert torch.equal(ids, expected.indices)
+        torch.testing.assert_close(log_p, logits.double().log_softmax(dim=-1).gather(-1, ids).float())
+        assert torch.equal(choose_greedily(logits), logits.argmax(dim=-1))
+
+
+def test_of_equal_logits_the_first_is_chosen_and_none_next_to_nan() -> None:
+    assert load_native_ops() is None
+    logits = torch.zeros(5, 1000)
+    logits[1, [300, 700]] = 1.0
+    logits[2], logits[3, 999], logits[4, 5] = -torch.inf, torch.nan, torch.inf
+    assert choose_greedily(logits).tolist() == [0, 300, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    assert choose_greedily(logits.double()).tolist() == [0, 300, NO_TOKEN, NO_TOKEN, NO_TOKEN]
+    with pytest.raises(RuntimeError, match="the best 0 of 1000"):
+        torch.ops.draftless.top_tokens(logits, 0, False)
