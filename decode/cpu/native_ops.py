@@ -86,7 +86,8 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
 
 def find_top_tokens(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor] | None:
     """See `decode.devices.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
-    if not load_native_ops.cache_info().currsize or load_native_ops() is not None:
+    is_loaded = load_native_ops.cache_info().currsize and load_native_ops() is None
+    if not is_loaded or logits.dtype != torch.float32:
         return None
     ids, values = torch.ops.draftless.top_tokens(logits, count, normalized)
     return ids, values

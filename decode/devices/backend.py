@@ -32,7 +32,7 @@ class Backend:
     rows, in a pass that reads prompts; fewer would not keep the device busy. fixed_costs: the sizes and seconds of a
     cost curve for runs that measure none. default_dtype: of models. attention: the function that models attend by, for
     transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`.
-    top_tokens: `decode.devices.top_tokens` for logits in float32, or None for those that it leaves to torch. lacks:
+    top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to torch. lacks:
     modes of `accelerate` that it has not. running: where passes of models run.
     """
 

@@ -148,7 +148,7 @@ def choose_greedily(logits: Tensor) -> Tensor:
     """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
     if logits.dtype in HALF and not waits(logits):  # a CPU is slow at half precision
         logits = logits.float()
-    find = find_backend(logits.device).top_tokens if logits.dtype == torch.float32 else None
+    find = find_backend(logits.device).top_tokens
     if find is not None and (found := find(logits, 1, False)) is not None:  # of equals the first, as `argmax`
         return torch.where(found[1].isfinite(), found[0], NO_TOKEN)[..., 0]
     chosen = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
