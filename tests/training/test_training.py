@@ -51,7 +51,7 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     "head",
     [
         ["medusa"],
-        pytest.param(["multi-token", "--epochs", "10"], marks=pytest.mark.slow),
+        pytest.param(["multi-token", "--epochs", "16"], marks=pytest.mark.slow),
         ["hydra"],
         pytest.param(["hydra", "--prefix"], marks=pytest.mark.slow),
         pytest.param(["eagle"], marks=pytest.mark.slow),
