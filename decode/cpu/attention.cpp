@@ -329,8 +329,8 @@ Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double sca
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_tree_attention(AtenTensorHandle query, AtenTensorHandle key,
-                                                             AtenTensorHandle value, AtenTensorHandle mask,
-                                                             double scale, AtenTensorHandle* result) {
+                                                        AtenTensorHandle value, AtenTensorHandle mask, double scale,
+                                                        AtenTensorHandle* result) {
   return answer(result, [&] { return attention(borrow(query), borrow(key), borrow(value), borrow(mask), scale); });
 }
 

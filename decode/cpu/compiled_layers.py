@@ -55,7 +55,8 @@ class RecordedCall(NamedTuple):
 
     def continues(self, before: RecordedCall) -> bool:
         """Whether this layer took what another one returned, and the same arguments otherwise."""
-        return self.args[0] is before.output and _are_same(self.args[1:], self.kwargs, before.args[1:], before.kwargs)
+        is_next = bool(self.args and before.args) and self.args[0] is before.output
+        return is_next and _are_same(self.args[1:], self.kwargs, before.args[1:], before.kwargs)
 
 
 class ComputedLayers(NamedTuple):
@@ -108,17 +109,13 @@ class CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(args, kwargs)
-        if cache is not None and (computed := cache.computed) is not None:
-            if computed.last == self.number:
-                cache.computed = None
-            if computed.last >= self.number and args and args[0] is computed.states:
-                if not _are_same(args[1:], kwargs, computed.args, computed.kwargs):
-                    raise RuntimeError(f"layer {self.number} has other arguments than in the trials of its kernel")
-                return computed.states
-        may_run = cache is not None and not torch.is_grad_enabled() and not any(self._hooks)
-        if cache is not None and may_run and args and args[0].dtype == self._stored[0].dtype:
-            self._allocate(cache)
-        call = flatten_call(self.number, args, kwargs) if may_run else None
+        if cache is not None and (computed := self._find_computed(cache, args, kwargs)) is not None:
+            return computed
+        call = None
+        if cache is not None and not torch.is_grad_enabled() and not any(self._hooks):
+            if args and isinstance(args[0], Tensor) and args[0].dtype == self._stored[0].dtype:
+                self._allocate(cache)
+            call = flatten_call(self.number, args, kwargs)
         if cache is None or call is None or not self._signature.fits(call):
             layer: Any = self._layer()
             return type(layer).forward(layer, *args, **kwargs)
@@ -132,6 +129,17 @@ class CompiledLayer:
         if len(layers) > 1:
             cache.computed = ComputedLayers(layers[-1].number, states, args[1:], kwargs)
         return states
+
+    def _find_computed(self, cache: KVCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The states after this layer, if an earlier one's call has computed it: those that it is called with."""
+        computed: ComputedLayers | None = cache.computed
+        if computed is None or not args or args[0] is not computed.states:
+            return None
+        if self.number == computed.last:
+            cache.computed = None
+        if not _are_same(args[1:], kwargs, computed.args, computed.kwargs):
+            raise RuntimeError(f"layer {self.number} has other arguments than in the trials of its kernel")
+        return computed.states
 
     def _find_layers(self, cache: KVCache) -> list[CompiledLayer]:
         """This layer and those after it that are computed with it."""
@@ -157,7 +165,9 @@ class CompiledLayer:
         return vars(layer).get("forward") is self
 
     def may_follow(self, other: CompiledLayer) -> bool:
-        return other._kernel is self._kernel and other._returns is self._returns is None
+        """Whether one call can compute both, if this layer takes what the other returns."""
+        is_alike = self._kernel is other._kernel and self._returns is other._returns is None
+        return is_alike and self.number == other.number + 1
 
     @torch.no_grad()
     def is_correct(self, recorded: RecordedCall) -> bool:

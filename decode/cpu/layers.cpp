@@ -17,24 +17,24 @@ typedef int32_t (*Run)(void* container, AtenTensorHandle* inputs, size_t inputs_
                        size_t outputs_count, void* stream, void* proxy_executor);
 
 // weights: of each layer, one layer after the other. inputs: those of the first layer, states first; the others get
-// what the layer before them returned first. stored: the keys and the values of each layer. Returns the last outputs.
+// what the layer before them returned. stored: the keys and the values of each layer. Returns the last layer's outputs.
 std::vector<Tensor> run_layers(int64_t run, int64_t container, int64_t outputs, std::vector<Tensor> weights,
                                std::vector<Tensor> inputs, std::vector<Tensor> stored) {
   const size_t layers = stored.size() / 2, count = weights.size() / layers;
   std::vector<AtenTensorHandle> handles, returned(outputs);
+  std::vector<Tensor> results;
   for (size_t layer = 0; layer < layers; ++layer) {
     handles.clear();
     for (size_t i = 0; i < count; ++i) handles.push_back(lend(weights[layer * count + i]));
     for (const Tensor& input : inputs) handles.push_back(lend(input));
     for (size_t i = 0; i < 2; ++i) handles.push_back(lend(stored[2 * layer + i]));
-    STD_TORCH_CHECK(!((Run)run)((void*)container, handles.data(), handles.size(), returned.data(), outputs, nullptr,
-                                nullptr),
-                    "the kernel of a layer failed");
-    inputs[0] = Tensor(returned[0]);
-    for (size_t i = 1; i < returned.size() && layer + 1 < layers; ++i) Tensor ends(returned[i]);
+    failure.clear();
+    const bool has_failed = ((Run)run)((void*)container, handles.data(), handles.size(), returned.data(), outputs,
+                                       nullptr, nullptr);
+    STD_TORCH_CHECK(!has_failed, "the kernel of a layer failed: ", failure);
+    results = std::vector<Tensor>(returned.begin(), returned.end());
+    inputs[0] = results[0];
   }
-  std::vector<Tensor> results{inputs[0]};
-  for (size_t i = 1; i < returned.size(); ++i) results.emplace_back(returned[i]);
   return results;
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <string>
 #include <vector>
 
 namespace draftless {
@@ -39,13 +40,16 @@ inline Tensor make_empty(const Tensor& like, const std::vector<int64_t>& shape) 
   return Tensor(handle);
 }
 
+inline thread_local std::string failure;  // why an op that a kernel called has failed
+
 // What a kernel's call of an op returns: 0, and the op's result, or 1 if it raised.
 template <class Op>
 AOTITorchError answer(AtenTensorHandle* result, Op op) {
   try {
     *result = lend(op());
     return AOTI_TORCH_SUCCESS;
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
+    failure = error.what();
     return AOTI_TORCH_FAILURE;
   }
 }

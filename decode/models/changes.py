@@ -33,19 +33,14 @@ class Snapshot:
     Parameters and persistent buffers are compared: which tensors they are, where these lie, and torch's version of
     each. Writing through `.data` changes none of these. Non-persistent buffers are left out, because some models
     rebuild them in a forward pass. So are the tensors of modules that accelerate moves between devices.
-
-    A deep look compares all. A step's look leaves out what is seldom changed alone, because all that it reads must come
-    from memory: the weights have pushed it out of the caches. That is the mode of modules without parts, and what is
-    added to modules without parts or parameters.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules, config = [*model.modules()], model.config.get_text_config(decoder=True)
-        others = [module for module in modules if not type(module).__module__.startswith("decode.")]  # ours stay
         still = [module for module in modules if not hasattr(module, "_hf_hook")]
         self._config, self.form = config, describe_form(model)
-        dicts = [*(each._modules for each in others), *(each._parameters for each in still)]
-        self._empty, self._dicts = [each for each in dicts if not each], [each for each in dicts if each]
+        dicts = [*(each._modules for each in modules), *(each._parameters for each in still)]
+        self._empty, self._dicts = [each for each in dicts if not each], [each for each in dicts if each]  # faster so
         self._held = [*chain.from_iterable(map(dict.values, self._dicts))]
         self._buffers = [
             (each._buffers, name, buffer)
@@ -60,14 +55,17 @@ class Snapshot:
         plain = [each for each in tensors if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
         self._plain = [each for each in plain if _has(each, lambda tensor: tensor.detach().flatten()[:1].double())]
         self._marks, self._samples = self._read_marks(), self._read_samples()
-        parts = others[1:]  # the first one is the model
+        parts = modules[1:]  # the first one is the model
         self.adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
         self._adapters = self._read_adapters()
-        self._modes = [vars(each) for each in parts if in_training(each) is not None and each._modules]
-        self._leaf_modes = [vars(each) for each in parts if in_training(each) is not None and not each._modules]
+        modal = [each for each in parts if in_training(each) is not None]
+        self._modes = [
+            vars(each) for each in modal if not type(each).__module__.startswith("decode.")
+        ]  # ours have none
         values, renamed = vars(config), getattr(config, "attribute_map", {})
-        self._settings = [(renamed.get(name, name), self.form[name]) for name in FORM]
-        self._properties = [name for name in FORM if renamed.get(name, name) not in values]
+        names = {name: renamed.get(name, name) for name in FORM}
+        self._settings = [(own, self.form[name]) for name, own in names.items() if own in values]
+        self._properties = [name for name, own in names.items() if own not in values]
 
     def find_change(self, deep: bool) -> str | None:
         """What has changed of the weights and adapters: `WRITTEN`, `MOVED` or nothing.
@@ -77,7 +75,7 @@ class Snapshot:
         held = chain.from_iterable(map(dict.values, self._dicts))
         if sum(map(len, self._dicts)) != len(self._held) or not all(map(is_, self._held, held)):
             return MOVED
-        if any(held.get(name) is not buffer for held, name, buffer in self._buffers) or (deep and any(self._empty)):
+        if any(self._empty) or any(held.get(name) is not buffer for held, name, buffer in self._buffers):
             return MOVED
         (places, versions), (old_places, old_versions) = self._read_marks(), self._marks
         if places != old_places or (self.adapted and self._read_adapters() != self._adapters):
@@ -86,16 +84,16 @@ class Snapshot:
             return WRITTEN
         return None
 
-    def is_training(self, deep: bool) -> bool:
+    @property
+    def is_training(self) -> bool:
         """Whether a part of the model is in training mode now."""
-        modes = [*self._modes, *self._leaf_modes] if deep else self._modes
-        return any(map(itemgetter("training"), modes))
+        return any(map(itemgetter("training"), self._modes))
 
     @property
     def has_other_settings(self) -> bool:
         """Whether one of the config's settings `FORM` has changed."""
         values = vars(self._config)  # faster than `getattr`
-        if any(values.get(name, value) != value for name, value in self._settings):
+        if any(values.get(name) != value for name, value in self._settings):
             return True
         return any(getattr(self._config, name, None) != self.form[name] for name in self._properties)
 
@@ -135,7 +133,7 @@ class ModelWatch:
         """
         with self._lock:
             for model, snapshot in self._snapshots.items():  # one, if the model still is
-                if model.training or snapshot.is_training(deep):
+                if model.training or snapshot.is_training:
                     raise ValueError(TRAINING)
                 refuse_merged_adapters(snapshot.adapted)
                 change = snapshot.find_change(deep)

@@ -22,14 +22,7 @@ from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
 from tests.support.commands import Call, Run
 from tests.support.drafting import draw_head
-from tests.support.training_runs import (
-    ADAMW,
-    PLANNED,
-    assert_same,
-    losses,
-    save_predictable,
-    train,
-)
+from tests.support.training_runs import ADAMW, PLANNED, assert_same, losses, save_predictable, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
 from training.teacher import Batch

@@ -78,6 +78,11 @@ def test_kernels_of_several_architectures(kind: str, dtype: torch.dtype, count: 
         assert_close_on_all_sizes(plain, compiled, allowed)
     finally:
         torch.set_num_threads(threads)
+    if kind == "llama":
+        first = layers_of(compiled.model)[0]
+        first._tensors = [torch.zeros_like(each) if each.dtype == torch.uint8 else each for each in first._tensors]
+        with pytest.raises(RuntimeError, match="inputs must have the 0 columns of the packed weight"):
+            compiled.open(1).verify(Tree.chain([[3, 4]]))
 
 
 def assert_close_on_all_sizes(plain: Target, compiled: Target, allowed: float) -> None:
@@ -184,6 +189,15 @@ def test_a_pass_computes_layers_of_a_kind_in_one_call_up_to_one_that_is_watched(
     compare(4)
     monkeypatch.setattr(watched[1][1], "forward", lambda *args, **kwargs: layers[1](*args, **kwargs))
     compare(1, 1, 2)
+
+
+def test_a_layer_that_takes_states_by_name_is_called_alone() -> None:
+    states = torch.zeros(1, 1, 32)
+    call: Any = None
+    before = compiled_layers.RecordedCall(call, (states,), {}, states)
+    assert before.continues(before)
+    named = compiled_layers.RecordedCall(call, (), {"hidden_states": states}, states)
+    assert not named.continues(before) and not named.continues(named)
 
 
 def test_a_layer_with_other_arguments_than_in_the_trials_is_an_error(exported: list[str]) -> None:

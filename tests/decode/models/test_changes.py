@@ -311,3 +311,21 @@ def test_a_head_follows_weights_in_place() -> None:
     generate(target, PROMPT, proposer, **SETTINGS)
     WAYS["an optimizer's step"](model)
     assert generate(target, PROMPT, proposer, **SETTINGS)[0].tokens == tell_text(model)
+
+
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_a_step_sees_a_module_alone_in_training_mode_or_with_a_part_that_it_had_not(accelerate: str) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    target, leaf = Target(model, accelerate=accelerate), layer(model).mlp.act_fn
+    before = target.read_version()
+    leaf.train()
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        target.read_version()
+    leaf.eval()
+    assert target.read_version() == before
+    leaf.add_module("part", nn.Identity())
+    if accelerate == "off":
+        assert target.read_version() == before + 1
+    else:
+        with pytest.raises(ValueError, match=r"make a new one: Target\("):
+            target.read_version()
