@@ -32,7 +32,9 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-3}
 # with 2 to 32 layers; 3.8 in both for SmolLM2-135M. Wrong masks give at least 0.5. Deep models may amplify rounding
 # beyond all bounds. Where they do, the states after the first layers are compared, with the tolerance of so many. Each
 # channel is compared with its own size there, because in many models a few are hundreds of times as large as others.
-ROUNDING, MOST = 18, 0.4
+# Before that, other texts are tried: a wrong mask shows in each, amplified rounding in few (in bfloat16 gemma-3-270m
+# passes the bound in one text of ten, and wrong masks give at least 3 there).
+ROUNDING, MOST, TEXTS = 18, 0.4, 3
 FIRST = 4  # layers: models alternate kinds of layers, also without saying so in their config
 SHORT = 64  # tokens of an attention window that is tried with a prompt; for longer ones the prompt is made up
 EDGE = 4  # the made-up token that only some nodes see, because it is at the edge of a long window
@@ -49,9 +51,10 @@ def self_test(target: StockModel) -> float:
     """
     name, allowed = target.config.model_type, find_tolerance(target)
     try:
-        error, coupling = (
-            (_measure_chain_errors(target), 0.0) if target.is_recurrent else _measure_errors(target, [0, 2])
-        )
+        measured = [_measure(target)]
+        while measured[-1][0] > allowed and target.dtype not in TOLERANCE and len(measured) < TEXTS:
+            measured.append(_measure(target, text=len(measured)))
+        error, coupling = measured[-1][0], max(each for _, each in measured)
         missed = [span for kind, span in _long_windows(target).items() if _misses_edge(target, kind, span)]
     except torch.OutOfMemoryError:
         raise
@@ -157,11 +160,7 @@ def _first_layers_agree(target: StockModel) -> bool:
     if count >= target.config.num_hidden_layers:
         return False
     try:
-        error = (
-            _measure_chain_errors(target, layer=count)
-            if target.is_recurrent
-            else _measure_errors(target, [0, 2], layer=count)[0]
-        )
+        error, _ = _measure(target, layer=count)
     except ValueError:  # this model's layers have several states
         return False
     return error <= find_tolerance(target, count)
@@ -180,15 +179,24 @@ def _verify(session: Session, tree: Tree) -> Tensor:
     return verdict.logits if verdict.features is None else verdict.features
 
 
-def _measure_errors(target: StockModel, nodes: Sequence[int], layer: int | None = None) -> tuple[float, float]:
+def _measure(target: StockModel, layer: int | None = None, text: int = 0) -> tuple[float, float]:
+    """The error of the kind of drafts that a target verifies, and how much unrelated tokens change logits."""
+    if target.is_recurrent:
+        return _measure_chain_errors(target, layer=layer, text=text), 0.0
+    return _measure_errors(target, [0, 2], layer, text)
+
+
+def _measure_errors(
+    target: StockModel, nodes: Sequence[int], layer: int | None = None, text: int = 0
+) -> tuple[float, float]:
     """The error over two trees, and how much unrelated tokens of the same pass change the logits of these nodes.
 
     The second tree continues a path of the first, which also tests the cache's compaction. For the other figure the
     first is verified with other tokens at its other nodes and in another row. The shapes are the same, so a model that
     treats each token by itself rounds the same way.
-    layer: compares the states before it in place of the logits.
+    layer: compares the states before it in place of the logits. text: the number of the example.
     """
-    prompt, tokens = _make_example(target)
+    prompt, tokens = _make_example(target, text)
     first, second = tokens.split(5)
     kept = torch.zeros(5, dtype=torch.bool).scatter_(0, torch.tensor(nodes), True)
     session = Session(target, 2, () if layer is None else (layer,))
@@ -207,13 +215,13 @@ def _measure_errors(target: StockModel, nodes: Sequence[int], layer: int | None 
     return float(torch.stack(errors).max()), coupling  # unlike Python's `max`, keeps a NaN
 
 
-def _measure_chain_errors(target: StockModel, others: int = 1, layer: int | None = None) -> float:
+def _measure_chain_errors(target: StockModel, others: int = 1, layer: int | None = None, text: int = 0) -> float:
     """The error over chains. Some of their nodes are rejected, which restores the state.
 
     others: further rows of the batch, which are shorter, so that there is padding. layer: compares the states before it
-    in place of the logits.
+    in place of the logits. text: the number of the example.
     """
-    prompt, tokens = _make_example(target)
+    prompt, tokens = _make_example(target, text)
     texts = [[*prompt, *tokens.tolist()]] + [[*prompt[3:], *tokens.tolist()]] * others
     plain = [_compute(target, torch.tensor([text]), layer)[0].float() for text in texts]
     session = Session(target, len(texts), () if layer is None else (layer,))
@@ -323,11 +331,11 @@ def _compare(found: Tensor, expected: Tensor, layer: int | None) -> Tensor:
     return ((found - expected).abs() / sizes.clamp(min=sizes.median())).max()
 
 
-def _make_example(target: StockModel) -> tuple[list[int], Tensor]:
+def _make_example(target: StockModel, text: int = 0) -> tuple[list[int], Tensor]:
     """A prompt that is longer than the model's windows, if those are short, and the tokens [10] of two trees."""
     windows = [kind.window or kind.chunk or 0 for kind in target.facts.windows.values()]
     longest = max((window for window in windows if 0 < window <= SHORT), default=4)
-    tokens = torch.randint(target.vocabulary, (longest + 12,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(target.vocabulary, (longest + 12,), generator=torch.Generator().manual_seed(text))
     return tokens[:-10].tolist(), tokens[-10:]
 
 

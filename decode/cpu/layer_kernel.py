@@ -162,6 +162,7 @@ def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) ->
     return digest(describe_module(layer), tensors, call.form, dimensions, versions, own, SHIMS)
 
 
+@torch.inference_mode(False)  # a caller may be in it, and its tensors cannot be exported
 def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Sequence[Any]], into: Path) -> None:
     """Compile the kernel of such calls of a layer. Takes seconds; raises whatever torch's compilers do.
 
@@ -192,7 +193,7 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
     config: Any = torch.fx.experimental._config
     oblivious = config.patch(backed_size_oblivious=True)  # sizes may be 1 as well
     quiet = warnings.catch_warnings(action="ignore")  # torch warns of its own code
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), oblivious, quiet:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), oblivious, quiet:
         program = torch.export.export(module, (inputs,), dynamic_shapes=(shapes,), strict=False)
         build_library(program, into)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -83,6 +84,15 @@ def test_kernels_of_several_architectures(kind: str, dtype: torch.dtype, count: 
         first._tensors = [torch.zeros_like(each) if each.dtype == torch.uint8 else each for each in first._tensors]
         with pytest.raises(RuntimeError, match="inputs must have the 0 columns of the packed weight"):
             compiled.open(1).verify(Tree.chain([[3, 4]]))
+
+
+@pytest.mark.slow
+def test_a_model_made_in_inference_mode_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own tensors cannot be exported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no kernel is
+    with torch.inference_mode():
+        _, compiled = plain_and_compiled("llama", dtype=torch.bfloat16)
+        assert len(layers_of(compiled.model)) == 2
 
 
 def assert_close_on_all_sizes(plain: Target, compiled: Target, allowed: float) -> None:

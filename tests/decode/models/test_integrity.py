@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,25 @@ def test_the_tolerance_of_half_precision_follows_from_rounding(kind: str, layers
 def test_the_tolerance_stays_below_what_wrong_masks_give() -> None:
     model = tiny("llama", dtype=torch.bfloat16, hidden_size=16, num_hidden_layers=40)
     assert self_test.find_tolerance(as_target(model)) == 0.4
+
+
+@pytest.mark.parametrize(("dtype", "loads"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_text_that_amplifies_half_precision_is_followed_by_others(
+    dtype: torch.dtype, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full precision the first text decides."""
+    allowed, measure = self_test.find_tolerance, self_test._measure_errors
+    texts: list[int] = []
+
+    def amplify(target: Any, nodes: Any, layer: int | None = None, text: int = 0) -> tuple[float, float]:
+        texts.append(text)
+        error, coupling = measure(target, nodes, layer, text)
+        return (error if text == 2 else 1.1 * allowed(target)), coupling
+
+    monkeypatch.setattr(self_test, "_measure_errors", amplify)
+    with nullcontext() if loads else pytest.raises(ValueError, match="fails the tree self-test"):
+        Target(tiny("llama", dtype=dtype))
+    assert texts == ([0, 1, 2] if loads else [0, 0])  # the second finds out whether rows are coupled
 
 
 OTHER = {"llama": "full_attention", "gemma3_text": "sliding_attention", "qwen3_5_text": "linear_attention"}
