@@ -105,11 +105,24 @@ class LayerCache:
 
     def _look(self, queries: Tensor, positions: Tensor, used: int, heads: slice) -> Tensor:
         """Attention of text tokens at positions [B, T]."""
-        first = 0 if self.sees is None else self.sees[0]
-        slots, own = torch.arange(first, used, device=queries.device), positions[..., None]
-        mask = hide(is_unseen(slots, own, own, self.window), queries.dtype)[:, None]
+        mask = self._hide_later(positions, used, queries.dtype)
         keys, values = (held[:, heads, :used] for held in self.allocated())
         return self.attention(queries, keys, values, mask)
+
+    def _hide_later(self, positions: Tensor, used: int, dtype: torch.dtype) -> Tensor:
+        """What text tokens at positions [B, T] attend to, [B, 1, T, S]."""
+        first = 0 if self.sees is None else self.sees[0]
+        slots, own = torch.arange(first, used, device=positions.device), positions[..., None]
+        return hide(is_unseen(slots, own, own, self.window), dtype)[:, None]
+
+    def prepare(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Make room for the next text tokens, at positions [B, T], and return their mask [B, 1, T, S].
+
+        For a pass that writes them itself, see `HeadPass`, to a cache that was written to.
+        """
+        used = max(self.lengths) + positions.shape[1]
+        self.reserve(used)
+        return self._hide_later(positions, used, dtype)
 
     def write(self, keys: Tensor, values: Tensor, layer: int = 0) -> int:
         """Write those of the next text tokens: of one layer, or as layer 0 those of all. Returns the slots in use."""

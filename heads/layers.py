@@ -44,14 +44,18 @@ class LayerConfig:
         if self.rope_scaling is not None:
             check_scaling(self.rope_scaling)
 
-    def rotary_table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """The table of positions [B, T], for states of this dtype.
+    def frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+        """See `find_frequencies`, for states of this dtype.
 
         Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
         """
-        wide, device = torch.promote_types(dtype, torch.float32), positions.device
-        frequencies, strength = find_frequencies(self.rope_scaling, self.rope_theta, self.head_dim, wide, device)
-        angles = positions[:, None, :, None] * frequencies
+        wide = torch.promote_types(dtype, torch.float32)
+        return find_frequencies(self.rope_scaling, self.rope_theta, self.head_dim, wide, device)
+
+    def rotary_table(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTable:
+        """The table of positions [B, T], for states of this dtype. frequencies [D]: if they are at hand."""
+        known, strength = self.frequencies(dtype, positions.device)
+        angles = positions[:, None, :, None] * (known if frequencies is None else frequencies)
         table = angles.cos(), angles.sin()
         return RotaryTable(*((part if strength == 1 else strength * part).to(dtype) for part in table))
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from decode import Step, Target
 from decode.devices.transfer import waits
 from heads.layer_cache import LayerCache, hide
-from proposers.fast_heads import pad_tokens
+from proposers.fast_heads import FastPass, pad_tokens
 from proposers.feature_history import READ_AT_ONCE, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
@@ -38,6 +37,18 @@ class EagleProposer(HeadProposer):
     levels: ClassVar[int | None] = DEPTH
     usual_width, usual_ranks = WIDTH, WIDTH
     may_be_graph: ClassVar[bool] = True
+    _pass: FastPass | None = None  # of the packed head
+
+    def prepare(self, target: Target) -> Self:
+        super().prepare(target)
+        if self._pass is None and self.may_be_graph:
+            self._pass = FastPass(self.head, self.dtype, compiles=target.compiled)
+        return self
+
+    @property
+    def fast_pass(self) -> FastPass:
+        """A pass of the head."""
+        return self._pass or FastPass(self.head, self.dtype)
 
     def read_step(self, step: Step) -> Inputs:
         """What a draft starts from: the head's last states, or on a GPU the features that its graph is to read.
@@ -73,7 +84,7 @@ class EagleProposer(HeadProposer):
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         features, embed = part.features.to(self.dtype), self.embedding(target)
         positions = cache.positions(features.shape[1], features.device)
-        states: Tensor = self.head(embed(part.following), features, positions, cache.attend)
+        states = self.fast_pass(embed(part.following), features, cache, positions)
         cache.keep(part.counts, part.counts_tensor)
         return states
 
@@ -91,7 +102,8 @@ class EagleProposer(HeadProposer):
             cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
             part = FeaturePart(inputs["features"], inputs["following"], counts, [0] * len(counts))
             states = pick_last(self.read_features(target, cache, part), counts)
-        return EagleDrafter(self.head, states, cache, self.embedding(target), self.depth, self.depth * self.width)
+        tokens = self.depth * self.width
+        return EagleDrafter(self.fast_pass, states, cache, self.embedding(target), self.depth, tokens)
 
 
 class MtpProposer(EagleProposer):
@@ -162,17 +174,19 @@ class EagleDrafter:
 
     def __init__(
         self,
-        head: Any,
+        fast_pass: FastPass,
         states: Tensor,
         cache: LayerCache,
         embed: Callable[[Tensor], Tensor],
         levels: int,
         tokens: int,
     ) -> None:
-        self.head, self.cache, self.embed, self.level = head, cache, embed, 0
+        self.fast_pass, self.head, self.cache, self.embed, self.level = fast_pass, fast_pass.head, cache, embed, 0
         self.states = states[:, None]  # [B, W, H]: the last one of each path
-        layer, self.positions = getattr(head.config, "layer", None), cache.positions(levels, states.device)  # [B, L]
-        self.table = None if layer is None else layer.rotary_table(self.positions, states.dtype)
+        layer: Any = getattr(self.head.config, "layer", None)
+        self.positions = cache.positions(levels, states.device)  # [B, L]
+        needs_table = layer is not None and not fast_pass.is_compiled
+        self.table = layer.rotary_table(self.positions, states.dtype) if needs_table else None
         self.first, end = cache.sees or (0, max(cache.lengths) + tokens)
         self.slot = torch.arange(self.first, end, device=states.device)  # [S]: those that need a mask
         self.text_end = self.begin = len(self.slot) - tokens  # the place of the next level's first slot
@@ -199,9 +213,9 @@ class EagleDrafter:
         own = self.mask[..., : drafted + count] if self.cache.sees is None else self.mask
         mask = torch.cat([self.text_mask.expand(-1, -1, count, -1), own], dim=3)
         slots = slice(self.first + self.begin, self.first + end)
-        attend = partial(self.cache.attend, mask=mask.flatten(1, 2)[:, None], slots=slots)
+        mask = mask.flatten(1, 2)[:, None]
         states = self.states.gather(1, expand_last(parents, self.states))
         at = self.level, self.level + 1
-        positions = self.positions[:, slice(*at)] if self.table is None else self.table.part(*at)
-        self.states = self.head(self.embed(tokens), states, positions, attend)
+        positions = self.table.part(*at) if self.table is not None else self.positions[:, slice(*at)].expand(-1, count)
+        self.states = self.fast_pass(self.embed(tokens), states, self.cache, positions, mask, slots)
         self.level, self.begin = self.level + 1, end

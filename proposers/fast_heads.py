@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from decode.devices.backend import find_backend
 from decode.devices.graph import Captured, GraphPool, forget_oldest, round_up
 from decode.weights.layers import make_linear
+from heads import LayerCache
+from heads.head_pass import HeadPass
+from heads.layers import Positions
 from heads.vocabulary import VocabularyHead
+from proposers.feature_history import attend_like_target
 from proposers.search import Draft
 from proposers.tree_proposer import Inputs
 
@@ -28,12 +34,59 @@ def pack_head(head: VocabularyHead) -> Any:
     tensors = [*head.parameters(), *head.buffers()]
     packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
     backend, count = find_backend(next(head.parameters()).device), head.config.heads if head.output == "own" else 1
-    packed.outputs = tuple(backend.pack_linear(make_linear(*head.output_layer(index))) for index in range(count))
+    outputs = nn.ModuleList(make_linear(*head.output_layer(index)) for index in range(count))
+    backend.pack_drafter(outputs)
+    packed.outputs = tuple(outputs)
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the packed output layer replaces it
-    backend.pack_layers(packed)
+    backend.pack_drafter(packed)
     return packed
+
+
+class FastPass:
+    """A packed EAGLE head's pass over tokens and features, compiled where the device can do that."""
+
+    def __init__(self, head: Any, dtype: torch.dtype, *, compiles: bool = False) -> None:
+        self.head, self._compiled, self._frequencies = head, None, torch.empty(0)
+        if compiles and getattr(head.config, "layers", 1) == 1:
+            module = HeadPass(head, attend_like_target).eval()
+            example, fixed = module.make_example(dtype), str.islower
+            dimensions = [
+                [size if fixed(name) or name == "1" else name for name, size in zip(names, tensor.shape, strict=True)]
+                for names, tensor in zip(module.dimensions, example, strict=True)
+            ]
+            self._compiled = find_backend(example[0].device).compile_module(module, example, dimensions)
+            self._frequencies = example[3]
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes after the first one are compiled; these take positions, no table of them."""
+        return self._compiled is not None
+
+    def __call__(
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        cache: LayerCache,
+        positions: Positions,
+        mask: Tensor | None = None,
+        slots: slice | None = None,
+    ) -> Tensor:
+        """States [B, T, H] of text tokens at positions [B, T]; or of draft tokens, with a mask and slots as for
+        `LayerCache.attend`."""
+        is_first = cache.held is None or cache.sees is not None
+        if self._compiled is None or is_first or not isinstance(positions, Tensor):
+            attend = cache.attend if mask is None else partial(cache.attend, mask=mask, slots=slots)
+            states: Tensor = self.head(embedded, features, positions, attend)
+            return states
+        if mask is None or slots is None:
+            mask, places = cache.prepare(positions, embedded.dtype), positions
+        else:
+            cache.reserve(slots.stop)
+            places = torch.arange(slots.start, slots.stop).expand_as(positions)
+        given = embedded, features, positions, self._frequencies, mask, places
+        return self._compiled(*given, *cache.allocated())
 
 
 class DraftGraphs:

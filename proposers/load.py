@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -180,11 +179,9 @@ def _load_draft_proposer(
 
 
 def load_draft_head(folder: Path | str, target: Target) -> VocabularyHead:
-    """The head in a folder, in the dtype in which it should draft for this target. Errors as in `load_head`.
+    """The head in a folder, in the target's dtype. Errors as in `load_head`.
 
-    Drafting takes as long as reading the weights. So it is bfloat16 for a float32 target on a CPU with fast bfloat16,
-    else the target's dtype. Raises ValueError if the head was trained for another target, and warns if that had other
-    weights of the same sizes.
+    Raises ValueError if the head was trained for another target, and warns if that had other weights of the same sizes.
     """
     head = _load_fitting_head(None, Path(folder), target)
     _warn_of_weights(str(folder), head.config.target_weights, target)
@@ -193,9 +190,7 @@ def load_draft_head(folder: Path | str, target: Target) -> VocabularyHead:
 
 def _load_fitting_head(kind: str | None, folder: Path, target: Target) -> VocabularyHead:
     """`load_draft_head` without the warning, which would contradict an error that comes later."""
-    halve = target.dtype == torch.float32 and not target.backend.waits and target.backend.is_fast_in_bfloat16
-    dtype = torch.bfloat16 if halve else target.dtype
-    head = load_head(folder, dtype, target.vocabulary, target.config.num_hidden_layers)
+    head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
     refuse_kind(str(kind), folder, head.kind)
     find_proposer(head.kind)(head).check(target)
     share_matrices(head, target)

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
+from decode.cpu.compiled_module import Compiled, compile_module
 from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
-from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers, pack_linear
-from decode.cpu.quantized_weights import store_quantized_layers
+from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers
+from decode.cpu.quantized_weights import round_layers, store_quantized_layers
 from decode.devices.backend import Backend
 from decode.devices.user_cache import print_notice_once
 from decode.weights.gguf.model import restore_blocks
@@ -93,19 +94,21 @@ class CpuBackend(Backend):
                 print_notice_once("no kernels", f"{reason}: decoding will take about twice as long")
         return bool(compiled_layers(target.model))
 
-    def pack_layers(self, module: nn.Module) -> None:
-        pack_layers(module)
+    def pack_drafter(self, module: nn.Module) -> None:
+        if load_native_ops() is None:
+            round_layers(module)
+        pack_layers(module, has_adapters=False)
+        _round_inputs(module)
 
-    def pack_linear(self, layer: nn.Linear) -> nn.Module:
-        return pack_linear(layer) if can_pack(layer) else layer
+    def compile_module(
+        self, module: nn.Module, example: Sequence[Tensor], dimensions: Sequence[Sequence[Any]]
+    ) -> Compiled | None:
+        return compile_module(module, example, dimensions) if load_native_ops() is None else None
 
     def round_inputs(self, model: nn.Module) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear) and layer.digits]
-        if not layers:
+        if not _round_inputs(model):
             needs = "weights in blocks, as GGUF files have, and a CPU with AVX512-VNNI"
             raise ValueError(f"dtype fixed16 needs {needs}; choose float32, which is the same here")
-        for layer in layers:
-            layer.digits = 2
 
     def reading_texts(self) -> AbstractContextManager[None]:
         return expecting_many_rows()
@@ -123,6 +126,15 @@ class CpuBackend(Backend):
 
 
 BACKEND = CpuBackend
+
+
+def _round_inputs(module: nn.Module) -> int:
+    """Round the inputs of packed layers with weights in blocks to 16 bits, if they are rounded at all. Returns how many
+    these layers are."""
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear) and layer.digits]
+    for layer in layers:
+        layer.digits = 2
+    return len(layers)
 
 
 def _release_memory() -> None:

@@ -13,7 +13,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,10 +156,15 @@ def shape_of(tensor: Tensor) -> torch.Size:
 
 def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) -> str:
     """A digest of all that determines the kernel of such calls of a layer, weights aside."""
-    tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(layer).items()]
+    return name_function(layer, call.form, dimensions)
+
+
+def name_function(module: nn.Module, *described: Any) -> str:
+    """A digest of all that determines the kernel of a function of a module, weights aside."""
+    tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(module).items()]
     versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
     own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return digest(describe_module(layer), tensors, call.form, dimensions, versions, own, SHIMS)
+    return digest(describe_module(module), tensors, *described, versions, own, SHIMS)
 
 
 @torch.inference_mode(False)  # a caller may be in it, and its tensors cannot be exported
@@ -179,15 +184,32 @@ def compile_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Seque
         output = functional_call(bare, weights, args, kwargs, tie_weights=False)
         return [part for part in split_output(output) if part is not None]
 
-    module = nn.Module()  # torch.export takes modules only
-    vars(module)["forward"] = compute
-    inputs = [torch.empty_like(tensor) for tensor in (*tensors.values(), *call.tensors, *call.stored)]
-    for number, packed in enumerate(inputs[: len(tensors)]):  # sizes that are equal by chance would be taken for one
-        inputs[number] = packed if packed.dtype != torch.uint8 else packed.new_empty(4096 + 64 * number)
+    inputs = [*example_weights(tensors), *map(torch.empty_like, (*call.tensors, *call.stored))]
     attends = {getattr(getattr(part, "config", None), "_attn_implementation", None) for part in layer.modules()}
     for states in (-2, -1) if ATTENTION in attends else ():  # in a flat pass, keys and values alone have all rows
         rows, *others = inputs[states].shape
         inputs[states] = inputs[states].new_empty(rows + 1, *others)
+    compile_function(compute, inputs, tensors, dimensions, into)
+
+
+def example_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Tensors like a module's. Sizes of packed ones that are equal by chance would be taken for one."""
+    return [
+        torch.empty_like(tensor) if tensor.dtype != torch.uint8 else tensor.new_empty(4096 + 64 * number)
+        for number, tensor in enumerate(tensors.values())
+    ]
+
+
+def compile_function(
+    compute: Callable[[list[Tensor]], list[Tensor]],
+    inputs: list[Tensor],
+    tensors: Mapping[str, Tensor],
+    dimensions: Sequence[Sequence[Any]],
+    into: Path,
+) -> None:
+    """Compile a function of a list of tensors: those of a module, then others of these dimensions."""
+    module = nn.Module()  # torch.export takes modules only
+    vars(module)["forward"] = compute
     dynamic = [{d: Dim.DYNAMIC for d, size in enumerate(sizes) if isinstance(size, str)} for sizes in dimensions]
     shapes = [*({0: Dim.DYNAMIC} if tensor.dtype == torch.uint8 else {} for tensor in tensors.values()), *dynamic]
     config: Any = torch.fx.experimental._config
@@ -243,7 +265,7 @@ def describe_module(module: nn.Module) -> list[Any]:
         (
             name,
             type(part).__qualname__,
-            _digest_module(type(part).__module__),
+            digest_module(type(part).__module__),
             sorted((key, _describe_value(value)) for key, value in vars(part).items() if key not in STATE),
         )
         for name, part in module.named_modules()
@@ -253,10 +275,10 @@ def describe_module(module: nn.Module) -> list[Any]:
 def _describe_value(value: Any) -> tuple[str, ...]:
     text = re.sub(" at 0x[0-9a-f]+", "", repr(value.tolist() if isinstance(value, Tensor) else value))
     attention = getattr(value, "_attn_implementation", "")  # a config's repr lacks it
-    return text, str(type(value)), attention, _digest_module(getattr(value, "__module__", ""))
+    return text, str(type(value)), attention, digest_module(getattr(value, "__module__", ""))
 
 
-def _digest_module(name: str) -> str:
+def digest_module(name: str) -> str:
     """A digest of an imported module's code; empty if it has no file, or a version that tells it."""
     file = None if name.startswith(("torch.", "transformers.")) else getattr(sys.modules.get(name), "__file__", None)
     return _digest_code(Path(file)) if file is not None and file.endswith(".py") else ""

@@ -215,11 +215,12 @@ def pack_linear(*linears: nn.Linear) -> PackedLinear | OneDnnLinear:
     return PackedLinear(*linears) if load_native_ops() is None else OneDnnLinear(join_linears(*linears))
 
 
-def pack_layers(module: nn.Module) -> None:
+def pack_layers(module: nn.Module, *, has_adapters: bool = True) -> None:
     """Pack all linear layers of a module, in place.
 
-    Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are. Raises
-    ValueError with the name of a weight that is NaN or infinite.
+    Layers that cannot be packed (on another device, in float64, quantized, offloaded) stay as they are. has_adapters:
+    those in an `nn.ModuleDict` stay too. They may be of peft, which reads their weights.
+    Raises ValueError with the name of a weight that is NaN or infinite.
     """
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, StoredLayer)]
     stored = {id(layer.stored): name for name, layer in layers if can_pack(layer)}
@@ -227,7 +228,7 @@ def pack_layers(module: nn.Module) -> None:
         merge_layers(module, can_pack, pack_linear)
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
-                if can_pack(child) and not isinstance(parent, nn.ModuleDict):  # peft's adapters: it reads their weights
+                if can_pack(child) and not (has_adapters and isinstance(parent, nn.ModuleDict)):
                     setattr(parent, name, pack_linear(child))
         for name, embedding in list(module.named_modules()):
             if isinstance(embedding, StoredLayer):  # all others are packed

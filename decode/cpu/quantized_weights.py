@@ -1,4 +1,4 @@
-"""Quantized linear layers of transformers checkpoints, in forms that the CPU's linear op takes.
+"""Quantized linear layers of transformers checkpoints, in forms that the CPU's linear op takes; and rounded ones.
 
 A layer is not known by its package or class. Its values and scales are read, and the integers follow from both. Blocks
 of 4 or 8 bits store them. GPTQ and AWQ layers round each weight to 16 bits before they use it, and are stored so. A
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.cpu.packed_linear import PackedLinear, agree
+from decode.cpu.packed_linear import PackedLinear, agree, can_pack
 from decode.devices.transfer import waits
 from decode.weights.blocks import FLOAT_BLOCKS, StoredLayer, Weight
 from decode.weights.layers import make_linear
@@ -120,6 +120,29 @@ def make_blocks(values: Tensor, scales: Tensor) -> Weight | None:
             if bits == 4:
                 stored = stored[..., :16] + 8 | stored[..., 16:] + 8 << 4
             heads = [scale, minimum] if has_minimum else [scale]
-            parts = [*(head.contiguous().view(torch.uint8) for head in heads), stored]
-            return Weight(torch.cat(parts, dim=-1).flatten(1), form, inputs)
+            return Weight(_join(*heads, stored), form, inputs)
     return None
+
+
+@torch.no_grad()
+def round_layers(module: nn.Module) -> None:
+    """Make linear layers stored ones, in place, with weights rounded to 8 bits: for drafts, which need not be exact."""
+    for parent in list(module.modules()):
+        for name, layer in list(parent.named_children()):
+            if not can_pack(layer) or type(layer) is not nn.Linear:
+                continue
+            if layer.weight.dtype == torch.float32 and layer.in_features % GROUP == 0:
+                setattr(parent, name, StoredLayer(round_weight(layer.weight.detach()), layer))
+
+
+def round_weight(values: Tensor) -> Weight:
+    """A weight [N, K] in blocks of 8 bits. K must be a multiple of 32. NaN stays, and infinity becomes NaN."""
+    groups = values.float().unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    numbers = (groups / scale).nan_to_num().round().to(torch.int8)
+    return Weight(_join(scale, numbers.view(torch.uint8)), FLOAT_BLOCKS[8, False], values.shape[1])
+
+
+def _join(*parts: Tensor) -> Tensor:
+    """The bytes of blocks [N, G, parts] by row: [N, bytes]."""
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1).flatten(1)

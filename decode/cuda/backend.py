@@ -56,7 +56,7 @@ class CudaBackend(Backend):
             raise ValueError("a model that accelerate spreads over devices cannot have CUDA graphs; choose auto")
         super().accelerate(model, mode)
 
-    def pack_layers(self, module: nn.Module) -> None:
+    def pack_drafter(self, module: nn.Module) -> None:
         merge_layers(module, lambda layer: type(layer) is nn.Linear)
 
     def running(self) -> AbstractContextManager[None]:

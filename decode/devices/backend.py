@@ -97,12 +97,18 @@ class Backend:
         """Compile the layers of a target's accelerated model, if the mode asks for it. Returns whether some are."""
         return False
 
-    def pack_layers(self, module: nn.Module) -> None:
-        """Pack or merge the linear layers of a module, in place."""
+    def pack_drafter(self, module: nn.Module) -> None:
+        """Pack or merge the linear layers of a drafter, in place. Weights and inputs may be rounded."""
 
-    def pack_linear(self, layer: nn.Linear) -> nn.Module:
-        """A linear layer, packed."""
-        return layer
+    def compile_module(
+        self, module: nn.Module, example: Sequence[Tensor], dimensions: Sequence[Sequence[Any]]
+    ) -> Callable[..., Tensor] | None:
+        """A module that takes tensors and returns one, compiled; None if that is not possible.
+
+        example: what it takes. It writes to the last two. dimensions: of each, each dimension's symbol, or its size if
+        it is fixed.
+        """
+        return None
 
     def round_inputs(self, model: Any) -> None:
         """Round the inputs of layers with weights in blocks to 16 bits. Raises ValueError if there is none to round."""

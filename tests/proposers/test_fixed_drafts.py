@@ -17,7 +17,7 @@ from proposers import fast_heads
 from proposers.eagle import EagleDrafter
 from proposers.feature_history import attend_like_target, pick_last
 from tests.support.drafting import make_head
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, needs_compiler, tiny
 
 ROWS, WIDTH, LEVELS = 3, 4, 3
 
@@ -53,7 +53,14 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -
             fixed_cache = caches[1].at_fixed_shape(torch.tensor(caches[1].lengths), (0, 256))
             caches[1].keep(counts)
             fixed, grown = (
-                EagleDrafter(each, read(each, cache, features, tokens, counts), cache, embed, LEVELS, LEVELS * WIDTH)
+                EagleDrafter(
+                    fast_heads.FastPass(each, target.dtype),
+                    read(each, cache, features, tokens, counts),
+                    cache,
+                    embed,
+                    LEVELS,
+                    LEVELS * WIDTH,
+                )
                 for each, cache in ((merged, fixed_cache), (head, caches[0]))
             )
             paths = 1
@@ -65,6 +72,41 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -
                     grown.extend(parents, tokens)
                 paths = WIDTH
             assert caches.pop().lengths == caches[0].lengths
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(("kind", "settings"), [("eagle", {}), ("eagle3", {}), ("eagle", {"window": 6})])
+def test_compiled_passes_compute_the_same(kind: str, settings: dict[str, Any]) -> None:
+    """Of texts of several lengths, prompts and drafts of all widths; the first pass of a cache is not compiled."""
+    target = Target(tiny("llama", dtype=torch.float32))
+    head, embed = make_head(kind, target), target.model.get_input_embeddings()
+    compiled, plain = (fast_heads.FastPass(head, target.dtype, compiles=compiles) for compiles in (True, False))
+    assert compiled.is_compiled and not plain.is_compiled
+    caches = [LayerCache(ROWS, attend_like_target, **settings) for _ in range(2)]
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for counts in ([5, 9, 2], [1, 1, 1], [1, 3, 2], [300, 2, 1], [2, 2, 2]):
+            tokens = torch.randint(VOCABULARY, (ROWS, max(counts)))
+            states = torch.randn(*tokens.shape, head.hidden_size)
+            found, expected = (
+                each(embed(tokens), states, cache, cache.positions(max(counts), tokens.device))
+                for each, cache in zip((compiled, plain), caches, strict=True)
+            )
+            for row, count in enumerate(counts):
+                torch.testing.assert_close(found[row, :count], expected[row, :count], rtol=1e-4, atol=1e-5)
+            for cache in caches:
+                cache.keep(counts)
+            last = pick_last(expected, torch.tensor(counts))
+            drafters = [
+                EagleDrafter(each, last, cache, embed, LEVELS, LEVELS * WIDTH)
+                for each, cache in zip((compiled, plain), caches, strict=True)
+            ]
+            for width in range(1, LEVELS + 1):
+                parents, tokens = torch.randint(width - 1 or 1, (ROWS, width)), torch.randint(VOCABULARY, (ROWS, width))
+                for drafter in drafters:
+                    drafter.extend(parents, tokens)
+                torch.testing.assert_close(drafters[0].states, drafters[1].states, rtol=1e-4, atol=1e-5)
 
 
 def test_old_graphs_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

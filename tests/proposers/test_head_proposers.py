@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from decode import Engine, Sampling, Target, generate
+from decode.cpu import backend
+from decode.cpu.native_ops import list_forms
+from decode.cpu.packed_linear import PackedLinear
 from decode.devices.cost_curve import CostCurve
 from decode.prefill import read_texts
 from decode.trees.noise import TEXT, row_keys
@@ -22,7 +25,7 @@ from proposers.draft_budget import DraftBudget
 from proposers.search import add_noise
 from tests.decode.test_lossless import PROMPTS, texts
 from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head
-from tests.support.models import tiny
+from tests.support.models import needs_compiler, tiny
 from training.factory import make_objective
 
 VOCABULARY = 24  # so small that random heads are sometimes right
@@ -328,7 +331,9 @@ def test_a_request_drafts_the_same_after_others_wait(
 
 
 @pytest.mark.parametrize("kind", MAIN)
-def test_prepared_heads_draft_the_same(kind: str) -> None:
+def test_prepared_heads_draft_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights are not rounded here."""
+    monkeypatch.setattr(backend, "round_layers", lambda module: None)
     target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32))
     for output in ("own", "shared", "target") if kind not in (*EAGLES, "peagle", "dflash") else (None,):
         proposer = make(kind, target, output and {"output": output}, depth=3, nodes=12)
@@ -341,6 +346,24 @@ def test_prepared_heads_draft_the_same(kind: str) -> None:
         for text, paths in drafted.items():
             assert sorted(paths.values()) == pytest.approx(sorted(stock[text].values()), rel=1e-3)
         assert record(proposer.renew(), target, max_new_tokens=8).drafted == stock  # the head itself is unchanged
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", MAIN)
+def test_prepared_heads_have_weights_of_8_bits(kind: str) -> None:
+    """Unless their inputs are no whole blocks of 32. What they draft stays nearly as likely."""
+    target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32, hidden_size=64, intermediate_size=96))
+    proposer = make(kind, target, depth=3, nodes=12)
+    stock = record(proposer, target, max_new_tokens=8).drafted
+    prepared = proposer.renew().prepare(target)
+    layers = [layer for part in (prepared.head, *prepared.head.outputs) for layer in part.modules()]
+    layers = [layer for layer in layers if isinstance(layer, PackedLinear)]
+    assert len(layers) > 3
+    for layer in layers:
+        forms = {form for form, _ in list_forms(layer.packed)}
+        assert forms == {"float32" if layer.in_features % 32 else "8 bits"}
+    for text, paths in record(prepared, target, max_new_tokens=8).drafted.items():
+        assert sum(paths.values()) == pytest.approx(sum(stock[text].values()), rel=0.05)
 
 
 # ---- the text ----
@@ -431,7 +454,8 @@ def test_a_matrix_borrowed_while_decoding_can_be_used_in_training(target: Target
 
 
 @pytest.mark.parametrize("prepare", [False, True])
-def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool) -> None:
+def test_a_borrowed_matrix_comes_with_its_bias(prepare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "round_layers", lambda module: None)
     model = tiny("phi", dtype=torch.float32)
     torch.nn.init.normal_(model.lm_head.bias)
     target = Target(model)
