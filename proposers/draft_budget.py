@@ -23,6 +23,7 @@ from decode.devices.cost_curve import CostCurve
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
+CALIBRATED = 8.0  # drafts that a calibration counts for: a gain of some percent shows after dozens only
 DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
@@ -123,6 +124,8 @@ class DraftBudget:
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
         self.expected_tau, self.usual_level_time, self.usual_ratio = expected_tau, usual_level_time, 1.0
+        # The nodes of a tree and its tau, where that was measured.
+        self._calibrated = [pair for pair in enumerate(expected_tau[1:], start=2) if pair[1] < inf]
         self.cost = CostCurve((1, 2), (1.0, 2.0))  # until the first batch begins
         self.uses_clock = True  # the target is not deterministic
         # The nodes of a row, on average, that trees grow by at a time: 1 / rows where these share a budget.
@@ -196,7 +199,13 @@ class DraftBudget:
             self.cost, self._least_slopes = cost, {}
             sizes = [*TREE_SIZES, *(size for size in cost.sizes if TREE_SIZES[0] < size < TREE_SIZES[1])]
             self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in sizes)
-        promising = any(tau > cost(nodes) for nodes, tau in enumerate(self.expected_tau[1:], start=2))
+        promised = [(tau / (time := cost(nodes) + self.level_time), tau, time) for nodes, tau in self._calibrated]
+        rate, tau, time = max(promised, default=(inf, 1.0, 1.0))
+        promising = rate > 1
+        if self._calibrated and self._steps == 1.0 and promising:
+            self._steps, self._time = CALIBRATED, CALIBRATED * time
+            self._accepted = self._expected = CALIBRATED * (tau - 1)
+            self._weigh()
         if new_texts or promising > self._promising:
             self._promising = promising
             self._failures, self._backoff = (0, 0) if promising else (len(BACKOFF), BACKOFF[-1])

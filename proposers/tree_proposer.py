@@ -21,7 +21,7 @@ from torch import Tensor
 from decode import Sampling, Step, Target, Tree
 from decode.devices.transfer import Upload, waits
 from proposers.calibration import Calibration
-from proposers.draft_budget import DraftBudget
+from proposers.draft_budget import READ_AT_ONCE, DraftBudget
 from proposers.search import Draft, Drafter, ScoredDrafter, find_noise, search
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
@@ -91,12 +91,12 @@ class TreeProposer(ABC):
 
     def draft(self, step: Step, levels: int, most: int) -> Tree:
         """The best trees of at most so many levels and `most` nodes, as large as is worth their time."""
-        begun = perf_counter()
+        begun, unread = perf_counter(), self.unread
         draft = self._search(step, levels, most)
         if not self.adaptive:
             return draft.largest
         expected, right = draft.read_figures()
-        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels)
+        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels + unread / READ_AT_ONCE)
         self.draft_budget.take_levels(right)
         return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
 
