@@ -11,7 +11,7 @@ nodes of all rows have one budget: each goes where it is most likely to be accep
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
 from statistics import median
@@ -28,6 +28,7 @@ DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 LEVELS = 32  # drafts whose times count
+FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
 READ_AT_ONCE = 32  # tokens that a drafter reads in the time of a level
@@ -199,10 +200,11 @@ class DraftBudget:
             self.cost, self._least_slopes = cost, {}
             sizes = [*TREE_SIZES, *(size for size in cost.sizes if TREE_SIZES[0] < size < TREE_SIZES[1])]
             self._node_time = min((cost(nodes) - 1) / (nodes - 1) for nodes in sizes)
-        promised = [(tau / (time := cost(nodes) + self.level_time), tau, time) for nodes, tau in self._calibrated]
+        level_time = self.level_time
+        promised = [(tau / (time := cost(nodes) + level_time), tau, time) for nodes, tau in self._calibrated]
         rate, tau, time = max(promised, default=(inf, 1.0, 1.0))
         promising = rate > 1
-        if self._calibrated and self._steps == 1.0 and promising:
+        if self._steps == 1 and promised and promising:  # nothing is learned yet
             self._steps, self._time = CALIBRATED, CALIBRATED * time
             self._accepted = self._expected = CALIBRATED * (tau - 1)
             self._weigh()
@@ -234,9 +236,11 @@ class DraftBudget:
         """Take in that nothing is drafted in this step."""
         self.nodes, self._expected_last = 1 + self.given, None
 
-    def is_worth_a_level(self, p: float) -> bool:
-        """Whether to draft one more level, if `p` is the probability that the tree so far is right to its end."""
-        return self.acceptance_ratio * p > self.rate * self.level_time
+    def is_worth_a_level(self, right: Iterable[float]) -> bool:
+        """Whether to draft one more level. right: of each path's next token, the probability that the path to it is
+        right. Each is a node, where it is worth the time of one."""
+        gains = (self.acceptance_ratio * p - self.rate * self._node_time for p in right)
+        return sum(gain for gain in gains if gain > 0) > self.rate * self.level_time
 
     def choose_depth(self, most: int) -> int:
         """How many levels to draft, at most `most`. For GPUs, which would have to wait for a decision after each level.
@@ -244,7 +248,7 @@ class DraftBudget:
         As many as were worth it in the last steps, which `take_levels` has learned from, and one more if all were.
         """
         for level, p in enumerate(self._right[:most], start=1):
-            if not self.is_worth_a_level(p):
+            if not self.is_worth_a_level([FOLLOWED * p]):
                 return level
         return min(most, len(self._right) + 1) if self._right else most
 

@@ -23,13 +23,11 @@ from proposers.sources import (
     StoredSource,
     SuffixSource,
 )
-from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds
+from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds, Trust
 from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
-# Accepted tokens for each expected one, before any is seen: of many nodes, those are chosen that seem most likely.
-USUAL_RATIO = 0.7
 MEMORY = 0.97  # weight of what was learned before, per accepted node
 # Rows whose trees grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
 Growth: TypeAlias = tuple[float, Sequence[int]]
@@ -72,10 +70,10 @@ class MergedProposer:
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
         self.draft_budget = DraftBudget() if drafter is None else drafter.draft_budget
-        self.draft_budget.usual_ratio = USUAL_RATIO
         self._drafter_worth = DrafterWorth()
         self._names = [source.name for source in self.sources] + ([] if drafter is None else [drafter.name])
         self.counts: list[Kinds] = [{} for _ in self._names]
+        self._trusts = [Trust(source.usual_trust) for source in self.sources] + [Trust(1.0)] * (drafter is not None)
         self.accepted_by_source = dict.fromkeys(self._names, 0)
         self._news = NEWS
         self._trees: dict[int, GrowingTree] = {}
@@ -100,7 +98,9 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(root, request_id, self.sources, self.counts, least, room - 1, stop_ids, step.target)
+            GrowingTree(
+                root, request_id, self.sources, self.counts, self._trusts, least, room - 1, stop_ids, step.target
+            )
             for root, request_id, room, stop_ids in zip(
                 step.bonus, step.request_ids, step.room, step.stop_ids, strict=True
             )
@@ -203,8 +203,8 @@ class MergedProposer:
 
     def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:
         """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
-        expected = sum(node.p for row in paths for node in row) / len(paths)
-        return not self.adaptive or self.draft_budget.is_worth_a_level(expected * self._news)
+        right = (self._news * node.p / len(paths) for row in paths for node in row)
+        return not self.adaptive or self.draft_budget.is_worth_a_level(right)
 
 
 def add_up(grown: Sequence[Growth]) -> list[float]:

@@ -26,7 +26,7 @@ from decode.devices.transfer import read, waits
 from decode.trees.noise import TEXT, find_keys, make_exponential
 from decode.trees.sampling import for_groups, upcast_half
 from proposers.calibration import Calibration
-from proposers.draft_budget import DraftBudget
+from proposers.draft_budget import FOLLOWED, DraftBudget
 
 RANKS = 10  # most likely next tokens of a path that become candidates
 
@@ -241,8 +241,12 @@ def search(
         if is_last and budget is None:
             break
         best.append(scores)
-        if is_last or (budget is not None and can_read and not budget.is_worth_a_level(float(expect_right(best[-1:])))):
+        if is_last:
             break
+        if budget is not None and can_read:
+            right = (FOLLOWED * scores.exp().mean(dim=0)).tolist()
+            if not budget.is_worth_a_level(right):
+                break
         if can_read:
             scored = [part for _, part, _ in found]
             useful = count_useful(scores, scored, nodes, budget.least_worth if budget else 0.0)
@@ -251,10 +255,10 @@ def search(
             scores, *chosen = (part[:, :useful] for part in (scores, *chosen))
         parents, tokens, places = chosen
         drafter.inner.extend(parents, tokens)
-    right = None if can_read or budget is None else expect_right(best)
+    figures = None if can_read or budget is None else expect_right(best)
     tokens, scores, places = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))  # of all levels
     parents = places.repeat_interleave(longer.shape[2], dim=1)
-    return Draft.of(roots, tokens, parents, scores, len(found), nodes, right, has_figures, shares)
+    return Draft.of(roots, tokens, parents, scores, len(found), nodes, figures, has_figures, shares)
 
 
 def expect_right(best: Sequence[Tensor]) -> Tensor:

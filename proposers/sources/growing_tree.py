@@ -12,6 +12,25 @@ from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
 Kinds: TypeAlias = dict[Hashable, list[int]]  # by kind: how many of a source's continuations were right, and all
+LEAST_TRUST, MOST_TRUST = 0.05, 1.0
+TRUST_MEMORY, TRUST_WEIGHT = 0.98, 8.0  # weight of what was learned before, per node; expected tokens of `usual`
+
+
+class Trust:
+    """The share of a source's drafted tokens that are right, of those that should be by its own estimates.
+
+    Those that are drafted are the ones that it is most confident of, often by mistake. usual: before any is seen.
+    """
+
+    def __init__(self, usual: float) -> None:
+        self._right, self._expected = TRUST_WEIGHT * usual, TRUST_WEIGHT
+        self.share = usual
+
+    def learn(self, p: float, is_right: bool) -> None:
+        """Take in what became of a drafted token whose probability was `p`, corrected, after a right path."""
+        self._right = TRUST_MEMORY * self._right + is_right
+        self._expected = TRUST_MEMORY * self._expected + p / self.share
+        self.share = min(MOST_TRUST, max(LEAST_TRUST, self._right / self._expected))
 
 
 class GrowingNode:
@@ -42,7 +61,7 @@ class GrowingTree:
     Of several sources that name a token the most confident one is believed: they often have the same reason, so that
     adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
-    least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
+    counts, trusts: of each source, what was learned of it. least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
     which there are none. target: tokens outside of its vocabulary, as of a damaged store, are ignored; if it
     keeps a recurrent state, the tree is a chain.
     """
@@ -53,12 +72,13 @@ class GrowingTree:
         request_id: int,
         sources: Sequence[Source],
         counts: Sequence[Kinds],
+        trusts: Sequence[Trust],
         least: float,
         deepest: int,
         stop_ids: Container[int] = (),
         target: Target | None = None,
     ) -> None:
-        self.sources, self.counts = sources, counts
+        self.sources, self.counts, self.trusts = sources, counts, trusts
         self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
         self.vocabulary = inf if target is None else target.vocabulary
         self.is_chain = target is not None and target.is_recurrent
@@ -110,11 +130,12 @@ class GrowingTree:
         assert node.named is not None
         found = list(continuations)
         node.named.append((source, found))
-        kinds, likely, least = self.counts[source], node.likely, self.least / node.p
+        kinds, likely, least, share = self.counts[source], node.likely, self.least / node.p, self.trusts[source].share
         for token, p, kind in found:
             counts = kinds.get(kind)
             if counts is not None:  # what became of such continuations
                 p = (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
+            p = min(1.0, p * share)
             if p >= least and 0 <= token < self.vocabulary and (token not in likely or p > likely[token][0]):
                 likely[token] = p, source
 
@@ -140,6 +161,11 @@ class GrowingTree:
                     counts[1] += 1
             accepted.append((node, node.likely.get(token, (0.0, -1))[1]))
             node = self._made.get((node.serial, token))
+        path = {each.serial for each, _ in accepted}
+        for each in self.nodes[1:]:
+            assert each.parent is not None
+            if each.parent.serial in path and each.best >= 0:
+                self.trusts[each.best].learn(each.p / each.parent.p, each.serial in path)
         return accepted
 
     def _make(self, parent: GrowingNode, token: int) -> GrowingNode:

@@ -71,6 +71,8 @@ class RecyclingSource(Source):
     It learns from every verified node, the rejected ones too.
     """
 
+    usual_trust = 0.65
+
     def __init__(self) -> None:
         self._roots: dict[int, Context] = {}  # by request id
 

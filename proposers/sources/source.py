@@ -56,6 +56,7 @@ class Source(ABC):
     """
 
     assumed: int = 0
+    usual_trust: float = 0.9  # of its drafted tokens, those that are right, relative to its own estimates (`Trust`)
 
     @property
     def name(self) -> str:

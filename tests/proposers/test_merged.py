@@ -22,7 +22,7 @@ from proposers import (
     SuffixProposer,
 )
 from proposers.sources import RecyclingSource, recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree
+from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, Trust
 from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn
 from tests.support.drafting import Recorder, list_paths, make_head
 
@@ -40,7 +40,7 @@ def plant(*tables: dict[tuple[int, ...], dict[int, float]], least: float = 0.0, 
     sources = [TableSource(table) for table in tables]
     for source in sources:
         source._texts = {7: [1, 2]}
-    return GrowingTree(2, 7, sources, [{}, {}], least, deepest, {50})
+    return GrowingTree(2, 7, sources, [{}, {}], [Trust(1.0), Trust(1.0)], least, deepest, {50})
 
 
 def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, **limits: Any) -> list:
