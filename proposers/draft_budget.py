@@ -119,12 +119,12 @@ class DraftBudget:
 
     expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned. usual_level_time: the
     time of drafting one level before it was measured, and where nothing is measured.
-    acceptance_ratio: tokens accepted for each that was expected; `usual_ratio` before anything is learned. rate: tokens
-    per unit of time; at least 1, as plain decoding is always possible.
+    acceptance_ratio: tokens accepted for each that was expected. rate: tokens per unit of time; at least 1, as plain
+    decoding is always possible.
     """
 
     def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
-        self.expected_tau, self.usual_level_time, self.usual_ratio = expected_tau, usual_level_time, 1.0
+        self.expected_tau, self.usual_level_time = expected_tau, usual_level_time
         # The nodes of a tree and its tau, where that was measured.
         self._calibrated = [pair for pair in enumerate(expected_tau[1:], start=2) if pair[1] < inf]
         self.cost = CostCurve((1, 2), (1.0, 2.0))  # until the first batch begins
@@ -148,8 +148,7 @@ class DraftBudget:
 
     def _weigh(self) -> None:
         """Find the ratio and the rates that follow from the sums. Call it when they change."""
-        usual = CALIBRATION_WEIGHT * self.usual_ratio
-        self.acceptance_ratio = (usual + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
+        self.acceptance_ratio = (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)
         # In steps with drafts alone. Expected tokens are counted, because accepted ones vary more.
         self._drafting_rate = (self._steps + self.acceptance_ratio * self._expected) / self._time
         self.rate = max(self._drafting_rate, 1.0)

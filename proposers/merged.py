@@ -261,7 +261,7 @@ def continue_paths(
     scores = numbers["p"].log()
     if level:
         drafter.inner.extend(numbers["parents"], numbers["tokens"])
-    drafted, longer, *_ = drafter.next_paths(level, ranks, scores)
+    drafted, longer = drafter.name_next(level, ranks, scores)
     found = (longer - scores[:, :, None]).double().exp().nan_to_num(nan=0.0)  # by row, path and rank
     both = read(torch.stack([drafted, found.view(torch.long)]))  # a GPU is waited for once
     drafted, p = both[0], both[1].view(torch.double)

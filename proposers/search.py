@@ -62,14 +62,10 @@ class ScoredDrafter:
     keys: Tensor | None = None
     noise_tokens: Tensor | None = None
 
-    def next_paths(
-        self, level: int, ranks: int, scores: Tensor, first_place: int = 0, width: int = 1
-    ) -> tuple[Tensor, ...]:
-        """The next tokens of the paths and the scores of the longer paths, [B, W, R] each; and the best of these.
+    def name_next(self, level: int, ranks: int, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The next tokens of the paths and the scores of the longer paths, [B, W, R] each.
 
-        scores [B, W]: the log-probabilities that the paths are right. first_place: that of the level's first candidate.
-        The best `width` ones of the level are returned as four tensors [B, width]: scores, the indices of their paths,
-        tokens, and places.
+        scores [B, W]: the log-probabilities that the paths are right.
         """
         logits, path = self.inner.logits(level), scores[:, :, None]
         if self.keys is not None:
@@ -79,7 +75,17 @@ class ScoredDrafter:
         if self.calibration is not None:
             log_p = self.calibration.log_probabilities(level, log_p, path)
         longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
-        tokens = (ids if self.token_map is None else self.token_map[ids]).expand_as(longer)
+        return (ids if self.token_map is None else self.token_map[ids]).expand_as(longer), longer
+
+    def next_paths(
+        self, level: int, ranks: int, scores: Tensor, first_place: int = 0, width: int = 1
+    ) -> tuple[Tensor, ...]:
+        """What `name_next` returns, and the best `width` of the longer paths.
+
+        first_place: that of the level's first candidate. The best are returned as four tensors [B, width]: scores, the
+        indices of their paths, tokens, and places.
+        """
+        tokens, longer = self.name_next(level, ranks, scores)
         best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
         index = best.indices[:, :width]
         chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place

@@ -61,9 +61,9 @@ class GrowingTree:
     Of several sources that name a token the most confident one is believed: they often have the same reason, so that
     adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
-    counts, trusts: of each source, what was learned of it. least: the smallest probability of a node. deepest: the depth below which there are no nodes. stop_ids: tokens after
-    which there are none. target: tokens outside of its vocabulary, as of a damaged store, are ignored; if it
-    keeps a recurrent state, the tree is a chain.
+    counts, trusts: of each source, what was learned of it. least: the smallest probability of a node. deepest: the
+    depth below which there are no nodes. stop_ids: tokens after which there are none. target: tokens outside of its
+    vocabulary, as of a damaged store, are ignored; if it keeps a recurrent state, the tree is a chain.
     """
 
     def __init__(

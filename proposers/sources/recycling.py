@@ -7,6 +7,7 @@ was nearly chosen instead of the last token often comes next. Shapes: B rows, N 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import exp, inf
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -130,14 +131,21 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
     # A GPU would have to be waited for to leave padding out; a single row has none, so nothing needs to be copied.
     leaves_out = tree.batch > 1 and not waits(logits) and not bool(tree.real.all())
     ids, values = top_tokens(logits[tree.real] if leaves_out else logits, KEPT_RANKS, normalized=False)
-    shares = values.softmax(dim=-1).nan_to_num(nan=0.0)  # a rejected node's logits may be NaN
-    shares = (shares * SHARES).long().clamp(max=SHARES - 1)
-    found = torch.stack([ids, shares], dim=-2)
+    found = torch.cat([ids.double(), values.double()], dim=-1)  # which holds ids, too
     if leaves_out:
-        every = torch.zeros(*tree.tokens.shape, *found.shape[-2:], dtype=torch.long, device=logits.device)
+        every = found.new_zeros(*tree.tokens.shape, found.shape[-1])
         every[tree.real], found = found, every
     places = torch.stack([tree.tokens, tree.parents, tree.sizes[:, None].expand_as(tree.tokens)], dim=2)
-    for nodes in read(torch.cat([places, found.flatten(2)], dim=2)).tolist():
-        size, ranks = nodes[0][2], ids.shape[-1]
-        predictions = [Predictions(tuple(node[3 : 3 + ranks]), tuple(node[3 + ranks :])) for node in nodes[:size]]
-        yield [node[0] for node in nodes[:size]], [node[1] for node in nodes[:size]], predictions
+    for nodes in read(torch.cat([places, found], dim=2)).tolist():
+        size, ranks = int(nodes[0][2]), ids.shape[-1]
+        predictions = [
+            Predictions(tuple(map(int, node[3 : 3 + ranks])), find_shares(node[3 + ranks :])) for node in nodes[:size]
+        ]
+        yield [int(node[0]) for node in nodes[:size]], [int(node[1]) for node in nodes[:size]], predictions
+
+
+def find_shares(logits: Sequence[float]) -> tuple[int, ...]:
+    """The probabilities among the best logits, in `SHARES` steps. Those of a rejected node may be NaN: 0."""
+    weights = [exp(each - logits[0]) if each <= logits[0] < inf else 0.0 for each in logits]
+    total = sum(weights) or 1.0
+    return tuple(min(SHARES - 1, int(SHARES * weight / total)) for weight in weights)

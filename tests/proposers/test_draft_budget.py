@@ -50,12 +50,15 @@ def test_trees_that_end_early_lose_nothing() -> None:
 def test_budget_learns_what_drafting_costs() -> None:
     budget = DraftBudget()
     budget.begin(CostCurve([1, 64], [5.0, 5.0]))
-    assert budget.level_time == budget.usual_level_time and not budget.is_worth_a_level(0.01)
+    assert budget.level_time == budget.usual_level_time and not budget.is_worth_a_level([0.01])
     for seconds in (2.0, 2.0, 40.0):  # other work on the machine
         budget.take_drafting_time(seconds, levels=4)
-    assert budget.level_time == 0.1 and budget.is_worth_a_level(0.2) and not budget.is_worth_a_level(0.05)
+    assert budget.level_time == 0.1 and budget.is_worth_a_level([0.2]) and not budget.is_worth_a_level([0.05])
     budget.begin(CostCurve([1, 64], [10.0, 40.0]), new_texts=False)  # a pass over more rows takes twice as long
     assert budget.level_time == 0.05
+    node = 3 / 63  # each path's next token is a node, too
+    assert budget.is_worth_a_level([0.051 + node]) and not budget.is_worth_a_level([0.049 + node])
+    assert budget.is_worth_a_level([0.03 + node, 0.03 + node]) and not budget.is_worth_a_level([0.04] * 9)
 
 
 def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:
@@ -201,11 +204,21 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
     assert use_drafter(100, 0.25, adds=0.4, unread=300)[:2] == [0, 1]
 
 
-def test_merged_trees_expect_less_than_their_sources_at_first(target: Target) -> None:
-    budget = MergedProposer(drafter=MedusaProposer(make_head("medusa", target))).draft_budget
-    budget.begin(CostCurve([1, 64], [1.0, 2.0]))
-    assert budget.acceptance_ratio == pytest.approx(0.7) and begin(0.1).acceptance_ratio == 1
-    for _ in range(300):
-        budget.choose_growth([0.0, 1.0], 0)
-        budget.learn(1.0)
-    assert budget.acceptance_ratio == pytest.approx(1.0, abs=0.02)
+def test_a_calibration_counts_for_eight_drafts() -> None:
+    """A bad one ends them after as many as bring nothing; without a calibration they end at once."""
+
+    def count_drafts(budget: DraftBudget) -> int:
+        budget.begin(CostCurve([1, 2], [1.0, 1.2]))
+        for drafts in range(1, 50):
+            budget.choose_growth([0.0, 0.5], 1)
+            budget.learn(0.0)
+            if budget.is_backing_off():
+                return drafts
+        return 50
+
+    promising, modest, unknown = (
+        count_drafts(DraftBudget(*given))
+        for given in (((1.0, 1.5), 0.1), ((1.0, 1.25), 0.1), ((1.0, float("inf")), 0.1))
+    )
+    assert modest == 1  # which promises no gain
+    assert modest < unknown < promising < 9

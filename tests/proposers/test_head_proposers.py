@@ -286,7 +286,7 @@ def test_no_feature_is_missed_while_drafting_backs_off(
     proposer = make(kind, target, depth=2)
     backing_off = iter([False, True, True, False, True] * 20)
     monkeypatch.setattr(proposer.draft_budget, "is_backing_off", lambda: next(backing_off))
-    monkeypatch.setattr(proposer.draft_budget, "is_worth_a_level", lambda p: True)
+    monkeypatch.setattr(proposer.draft_budget, "is_worth_a_level", lambda right: True)
     drafted = record(proposer, target, max_new_tokens=24, nodes=13).drafted
     drafts = {text: paths for text, paths in drafted.items() if len(paths) == 12}
     assert 8 < len(drafts) < len(drafted)
@@ -427,7 +427,7 @@ def test_levels_that_do_not_pay_are_left_out(
 ) -> None:
     """Each level takes a pass of the head, but Medusa and DFlash have all levels at once."""
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
-    monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, p: p > 2)
+    monkeypatch.setattr(DraftBudget, "is_worth_a_level", lambda self, right: False)
     assert max(tree.height for tree in record(make(kind, target), target, max_new_tokens=9).trees) == deepest
     asked = record(make(kind, target, nodes=40), target, nodes=40, max_new_tokens=9).trees
     assert asked[0].height == all_levels  # a requested number of nodes is drafted

@@ -94,7 +94,31 @@ def test_only_continuations_of_accepted_nodes_are_counted() -> None:
     # Named after accepted nodes: 10 and 11, 20, 30. Two of the four were right.
     assert tree.counts == [{"table": [2, 4]}, {}]
     tree.add(tree.root, 0, [Continuation(45, 0.8, "table")])
-    assert tree.root.likely[45][0] == pytest.approx((2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT))
+    learned = (2 + LEARNED_WEIGHT * 0.8) / (4 + LEARNED_WEIGHT)
+    assert tree.root.likely[45][0] == pytest.approx(learned * tree.trusts[0].share)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_source_is_trusted_as_far_as_its_drafts_were_right(share: float) -> None:
+    trust, choose = Trust(0.8), random.Random(0)
+    for _ in range(500):
+        trust.learn(0.6 * trust.share, choose.random() < 0.6 * share)
+    assert trust.share == pytest.approx(share, abs=0.2) and trust.share <= 1
+    for _ in range(300):
+        trust.learn(0.6 * trust.share, True)
+    assert trust.share == 1
+
+
+def test_only_drafts_after_right_ones_are_judged() -> None:
+    tree = plant(FIRST)
+    fill(tree, 9)
+    judged: list[tuple[float, bool]] = []
+    tree.trusts[0].learn = lambda p, is_right: judged.append((round(p, 3), is_right))  # type: ignore[method-assign]
+    path = [node for node, _ in tree.learn([10, 99])]
+    assert [node.token for node in path] == [2, 10]
+    children = [node for node in tree.nodes[1:] if node.parent in path]
+    assert len(children) < len(tree.nodes) - 1
+    assert judged == [(round(node.p / node.parent.p, 3), node in path) for node in children if node.parent]
 
 
 def find(recycled: Recycled, tail: tuple[int, ...]) -> list[tuple[int, int]]:
