@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heads.layer_cache import hide
+
 
 class HeadPass(nn.Module):
     """A pass of a head with one decoder layer. attention: as in `LayerCache`."""
@@ -24,14 +26,21 @@ class HeadPass(nn.Module):
         self.head, self.attention = head, attention
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, frequencies: Tensor, mask: Tensor, *cache: Tensor
+        self,
+        embedded: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        frequencies: Tensor,
+        mask: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         """States [B, T, H], as the head computes them, for tokens at positions [B, T].
 
-        frequencies [D]: of rotary positions. mask [B, 1, T, S]: to add to the scores. cache: the slots [B, T] that the
-        pass writes to, keys and values [B, G, C, D].
+        frequencies [D]: of rotary positions. mask [B, 1, T, S]: to add to the scores. slots [B, T]: of the cache's keys
+        and values [B, G, C, D], which the pass writes to.
         """
-        slots, keys, values = cache
         rows, used = torch.arange(slots.shape[0], device=slots.device)[:, None], mask.shape[3]
 
         def attend(queries: Tensor, new_keys: Tensor, new_values: Tensor) -> Tensor:
@@ -43,12 +52,14 @@ class HeadPass(nn.Module):
         return states
 
     def make_example(self, dtype: torch.dtype) -> list[Tensor]:
-        """Inputs of a pass, whose sizes all differ."""
-        layer, used = self.head.config.layer, 77
+        """Inputs of a pass, whose sizes all differ. Each token sees other slots."""
+        generator, layer, used = torch.Generator().manual_seed(0), self.head.config.layer, 77
         sizes = {"B": 2, "T": 5, "S": used, "C": 130, "h": self.head.hidden_size, "1": 1}
         sizes |= {"d": layer.head_dim, "g": layer.num_key_value_heads}
-        inputs = [torch.randn([sizes[size] for size in each]).to(dtype) for each in self.dimensions]
+        shapes = [[sizes[size] for size in each] for each in self.dimensions]
+        inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         inputs[2] = torch.arange(used - sizes["T"], used).expand(sizes["B"], -1).contiguous()
         inputs[3] = layer.frequencies(dtype, inputs[0].device)[0]
+        inputs[4] = hide(inputs[4] > 1, dtype)
         inputs[5] = inputs[2].clone()
         return inputs

@@ -23,7 +23,7 @@ from decode.devices.cost_curve import CostCurve
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
 MEMORY = 0.97  # weight of what was learned before, per step
 CALIBRATION_WEIGHT = 2.0  # tokens that the proposer's own expectation counts for: few, so that bad drafts end soon
-CALIBRATED = 8.0  # drafts that a calibration counts for: a gain of some percent shows after dozens only
+CALIBRATED = 8.0  # drafts of one level that a calibration counts for: a gain of some percent shows after dozens only
 DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
@@ -235,11 +235,14 @@ class DraftBudget:
         """Take in that nothing is drafted in this step."""
         self.nodes, self._expected_last = 1 + self.given, None
 
-    def is_worth_a_level(self, right: Iterable[float]) -> bool:
-        """Whether to draft one more level. right: of each path's next token, the probability that the path to it is
-        right. Each is a node, where it is worth the time of one."""
+    def is_worth_a_level(self, right: Iterable[float], rows: int = 1) -> bool:
+        """Whether to draft one more level.
+
+        right: of each path's next token, the probability that it is right. Those that are worth the time of a node
+        count. rows: that the paths are of; or 1, where they are of an average row.
+        """
         gains = (self.acceptance_ratio * p - self.rate * self._node_time for p in right)
-        return sum(gain for gain in gains if gain > 0) > self.rate * self.level_time
+        return sum(gain for gain in gains if gain > 0) > rows * self.rate * self.level_time
 
     def choose_depth(self, most: int) -> int:
         """How many levels to draft, at most `most`. For GPUs, which would have to wait for a decision after each level.

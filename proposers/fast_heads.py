@@ -1,4 +1,5 @@
-"""Heads made fast: packed layers on a CPU; merged layers, and drafts as CUDA graphs, on a GPU.
+"""Heads made fast: packed layers of 8 bits and compiled passes on a CPU; merged layers, and drafts as CUDA graphs, on a
+GPU.
 
 Shapes: B rows, T tokens.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -50,7 +52,7 @@ class FastPass:
     def __init__(self, head: Any, dtype: torch.dtype, *, compiles: bool = False) -> None:
         self.head, self._compiled, self._frequencies = head, None, torch.empty(0)
         if compiles and getattr(head.config, "layers", 1) == 1:
-            module = HeadPass(head, attend_like_target).eval()
+            module = HeadPass(self._describe(head), attend_like_target).eval()
             example, fixed = module.make_example(dtype), str.islower
             dimensions = [
                 [size if fixed(name) or name == "1" else name for name, size in zip(names, tensor.shape, strict=True)]
@@ -58,6 +60,13 @@ class FastPass:
             ]
             self._compiled = find_backend(example[0].device).compile_module(module, example, dimensions)
             self._frequencies = example[3]
+
+    @staticmethod
+    def _describe(head: Any) -> Any:
+        """The head without what tells it from others of its kind, so that these share a kernel."""
+        alike = copy.copy(head)
+        alike.config = replace(head.config, target_name=None, target_weights=None)
+        return alike
 
     @property
     def is_compiled(self) -> bool:

@@ -145,6 +145,8 @@ class MergedProposer:
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
+        for trust in self._trusts:
+            trust.fade()
         stayed = zip(step.request_ids, step.sequences, step.path, step.stayed, strict=False)  # the first rows
         for request_id, sequence, path, _ in stayed:
             self._learn(self._trees[request_id].learn(sequence[-len(path) :]), len(path) - 1)
@@ -203,8 +205,8 @@ class MergedProposer:
 
     def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:
         """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
-        right = (self._news * node.p / len(paths) for row in paths for node in row)
-        return not self.adaptive or self.draft_budget.is_worth_a_level(right)
+        right = (self._news * node.p for row in paths for node in row)
+        return not self.adaptive or self.draft_budget.is_worth_a_level(right, len(paths))
 
 
 def add_up(grown: Sequence[Growth]) -> list[float]:

@@ -6,9 +6,11 @@ may change, and what the layers computed is what their kernels are checked again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from operator import is_
+from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
@@ -201,7 +203,8 @@ def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
             continue
         name = name_kernel(layer, calls[0].call, dimensions)
         if name not in kernels:
-            kernels[name] = _obtain_kernel(name, layer, calls[0].call, dimensions, retry_failed)
+            compile = partial(compile_kernel, layer, calls[0].call, dimensions)
+            kernels[name] = obtain_kernel(name, compile, retry_failed=retry_failed)
         kernel = kernels[name]
         if kernel is not None:
             signature = signatures.setdefault(name, Signature(calls[0].call, dimensions))
@@ -304,10 +307,11 @@ _LOADED: dict[str, Kernel] = {}
 FAILED = "layers are not compiled"  # a kind of notice
 
 
-def _obtain_kernel(
-    name: str, layer: nn.Module, call: LayerCall, dimensions: Sequence[Any], retry_failed: bool
-) -> Kernel | None:
-    """The kernel, compiled if it is not in the cache. If it cannot be compiled, None; the user is told why."""
+def obtain_kernel(name: str, compile: Callable[[Path], None], *, retry_failed: bool = False) -> Kernel | None:
+    """The kernel, compiled if it is not in the cache. If it cannot be compiled, None; the user is told why.
+
+    compile: compiles it into a file. retry_failed: also if that failed before.
+    """
     if name not in _LOADED:
         failure = build_folder() / f"{name}.failed"
         if failure.exists() and not retry_failed:
@@ -317,9 +321,9 @@ def _obtain_kernel(
 
         def build(into: Any) -> None:
             print_notice_once(
-                "compiling", "compiling kernels for models of this kind, once; each takes some 10 seconds"
+                "compiling", "compiling kernels for models or heads of this kind, once; each takes some 10 seconds"
             )
-            compile_kernel(layer, call, dimensions, into)
+            compile(into)
 
         try:
             _LOADED[name] = load_kernel(build_once(f"{name}.so", build))

@@ -131,12 +131,14 @@ def round_layers(module: nn.Module) -> None:
         for name, layer in list(parent.named_children()):
             if not can_pack(layer) or type(layer) is not nn.Linear:
                 continue
-            if layer.weight.dtype == torch.float32 and layer.in_features % GROUP == 0:
-                setattr(parent, name, StoredLayer(round_weight(layer.weight.detach()), layer))
+            weight = layer.weight.detach()
+            is_in_blocks = weight.dtype == torch.float32 and layer.in_features % GROUP == 0
+            if is_in_blocks and bool(weight.isfinite().all()):  # others are refused by name when they are packed
+                setattr(parent, name, StoredLayer(round_weight(weight), layer))
 
 
 def round_weight(values: Tensor) -> Weight:
-    """A weight [N, K] in blocks of 8 bits. K must be a multiple of 32. NaN stays, and infinity becomes NaN."""
+    """A finite weight [N, K] in blocks of 8 bits. K must be a multiple of 32."""
     groups = values.float().unflatten(1, (-1, GROUP))
     scale = groups.abs().amax(-1, keepdim=True) / 127
     numbers = (groups / scale).nan_to_num().round().to(torch.int8)

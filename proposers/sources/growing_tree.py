@@ -12,25 +12,29 @@ from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
 Kinds: TypeAlias = dict[Hashable, list[int]]  # by kind: how many of a source's continuations were right, and all
-LEAST_TRUST, MOST_TRUST = 0.05, 1.0
-TRUST_MEMORY, TRUST_WEIGHT = 0.98, 8.0  # weight of what was learned before, per node; expected tokens of `usual`
+TRUST_MEMORY, TRUST_WEIGHT = 0.98, 8.0  # weight of what was learned before, per step; expected tokens of `usual`
 
 
 class Trust:
     """The share of a source's drafted tokens that are right, of those that should be by its own estimates.
 
-    Those that are drafted are the ones that it is most confident of, often by mistake. usual: before any is seen.
+    Those that are drafted are the ones that it is most confident of, often by mistake. usual: before any is seen, and
+    again when none was drafted for long.
     """
 
     def __init__(self, usual: float) -> None:
-        self._right, self._expected = TRUST_WEIGHT * usual, TRUST_WEIGHT
-        self.share = usual
+        self.share, self._usual = usual, usual
+        self._right = self._expected = 0.0
+
+    def fade(self) -> None:
+        """Let what was learned count less. Call it once a step."""
+        self._right, self._expected = TRUST_MEMORY * self._right, TRUST_MEMORY * self._expected
+        share = (TRUST_WEIGHT * self._usual + self._right) / (TRUST_WEIGHT + self._expected)
+        self.share = min(1.0, share)
 
     def learn(self, p: float, is_right: bool) -> None:
-        """Take in what became of a drafted token whose probability was `p`, corrected, after a right path."""
-        self._right = TRUST_MEMORY * self._right + is_right
-        self._expected = TRUST_MEMORY * self._expected + p / self.share
-        self.share = min(MOST_TRUST, max(LEAST_TRUST, self._right / self._expected))
+        """Take in what became of a drafted token after a right path. p: the source's own probability."""
+        self._right, self._expected = self._right + is_right, self._expected + p
 
 
 class GrowingNode:
@@ -79,6 +83,7 @@ class GrowingTree:
         target: Target | None = None,
     ) -> None:
         self.sources, self.counts, self.trusts = sources, counts, trusts
+        self._shares = [trust.share for trust in trusts]
         self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
         self.vocabulary = inf if target is None else target.vocabulary
         self.is_chain = target is not None and target.is_recurrent
@@ -130,7 +135,7 @@ class GrowingTree:
         assert node.named is not None
         found = list(continuations)
         node.named.append((source, found))
-        kinds, likely, least, share = self.counts[source], node.likely, self.least / node.p, self.trusts[source].share
+        kinds, likely, least, share = self.counts[source], node.likely, self.least / node.p, self._shares[source]
         for token, p, kind in found:
             counts = kinds.get(kind)
             if counts is not None:  # what became of such continuations
@@ -161,11 +166,12 @@ class GrowingTree:
                     counts[1] += 1
             accepted.append((node, node.likely.get(token, (0.0, -1))[1]))
             node = self._made.get((node.serial, token))
-        path = {each.serial for each, _ in accepted}
+        right = {each.serial: token for (each, _), token in zip(accepted, tokens, strict=False)}
         for each in self.nodes[1:]:
-            assert each.parent is not None
-            if each.parent.serial in path and each.best >= 0:
-                self.trusts[each.best].learn(each.p / each.parent.p, each.serial in path)
+            parent = each.parent
+            if parent is not None and parent.serial in right and each.best >= 0:
+                p = each.p / parent.p / self._shares[each.best]
+                self.trusts[each.best].learn(p, each.token == right[parent.serial])
         return accepted
 
     def _make(self, parent: GrowingNode, token: int) -> GrowingNode:

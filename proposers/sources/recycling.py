@@ -146,6 +146,7 @@ def read_trees(logits: Tensor, tree: Tree) -> Iterator[tuple[list[int], list[int
 
 def find_shares(logits: Sequence[float]) -> tuple[int, ...]:
     """The probabilities among the best logits, in `SHARES` steps. Those of a rejected node may be NaN: 0."""
-    weights = [exp(each - logits[0]) if each <= logits[0] < inf else 0.0 for each in logits]
+    best = logits[0]
+    weights = [exp(each - best) if -inf < best < inf and each <= best else 0.0 for each in logits]
     total = sum(weights) or 1.0
     return tuple(min(SHARES - 1, int(SHARES * weight / total)) for weight in weights)

@@ -59,6 +59,7 @@ def test_budget_learns_what_drafting_costs() -> None:
     node = 3 / 63  # each path's next token is a node, too
     assert budget.is_worth_a_level([0.051 + node]) and not budget.is_worth_a_level([0.049 + node])
     assert budget.is_worth_a_level([0.03 + node, 0.03 + node]) and not budget.is_worth_a_level([0.04] * 9)
+    assert budget.is_worth_a_level([0.051 + node] * 4, rows=4) and not budget.is_worth_a_level([0.051 + node] * 3, 4)
 
 
 def speed(quality: float, truth: float, rise: float, draft: float, seed: int) -> float:

@@ -22,7 +22,7 @@ from proposers import (
     SuffixProposer,
 )
 from proposers.sources import RecyclingSource, recycling
-from proposers.sources.growing_tree import LEARNED_WEIGHT, GrowingTree, Trust
+from proposers.sources.growing_tree import LEARNED_WEIGHT, TRUST_MEMORY, TRUST_WEIGHT, GrowingTree, Trust
 from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn
 from tests.support.drafting import Recorder, list_paths, make_head
 
@@ -101,24 +101,39 @@ def test_only_continuations_of_accepted_nodes_are_counted() -> None:
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_a_source_is_trusted_as_far_as_its_drafts_were_right(share: float) -> None:
     trust, choose = Trust(0.8), random.Random(0)
-    for _ in range(500):
-        trust.learn(0.6 * trust.share, choose.random() < 0.6 * share)
-    assert trust.share == pytest.approx(share, abs=0.2) and trust.share <= 1
-    for _ in range(300):
-        trust.learn(0.6 * trust.share, True)
-    assert trust.share == 1
+
+    def draft(count: int, share: float) -> float:
+        for _ in range(count):
+            trust.fade()
+            trust.learn(0.6, choose.random() < 0.6 * share)
+        trust.fade()
+        return trust.share
+
+    assert trust.share == 0.8
+    seen = 0.6 / (1 - TRUST_MEMORY)  # tokens that should have been right, in the long run
+    expected = (0.8 * TRUST_WEIGHT + share * seen) / (TRUST_WEIGHT + seen)
+    assert draft(500, share) == pytest.approx(expected, abs=0.1)
+    assert draft(300, 1 / 0.6) == 1
+    draft(300, 0)
+    assert trust.share < 0.3
+    for _ in range(500):  # steps in which nothing of it was drafted, perhaps because it was not trusted
+        trust.fade()
+    assert trust.share == pytest.approx(0.8, abs=0.01)
 
 
-def test_only_drafts_after_right_ones_are_judged() -> None:
+@pytest.mark.parametrize("text", [[10, 99], [10]])
+def test_only_drafts_after_right_ones_are_judged(text: list[int]) -> None:
+    """The last token of an answer may be a drafted one, without a bonus."""
     tree = plant(FIRST)
     fill(tree, 9)
     judged: list[tuple[float, bool]] = []
     tree.trusts[0].learn = lambda p, is_right: judged.append((round(p, 3), is_right))  # type: ignore[method-assign]
-    path = [node for node, _ in tree.learn([10, 99])]
-    assert [node.token for node in path] == [2, 10]
+    path = [node for node, _ in tree.learn(text)]
+    assert [node.token for node in path] == [2, 10][: len(text)]
     children = [node for node in tree.nodes[1:] if node.parent in path]
-    assert len(children) < len(tree.nodes) - 1
-    assert judged == [(round(node.p / node.parent.p, 3), node in path) for node in children if node.parent]
+    assert len(children) < len(tree.nodes) - 1 and any(node.token == 10 for node in children)
+    expected = [(round(node.p / node.parent.p, 3), node.token == 10) for node in children if node.parent]
+    assert judged == expected
 
 
 def find(recycled: Recycled, tail: tuple[int, ...]) -> list[tuple[int, int]]:
