@@ -52,7 +52,7 @@ class FastPass:
     def __init__(self, head: Any, dtype: torch.dtype, *, compiles: bool = False) -> None:
         self.head, self._compiled, self._frequencies = head, None, torch.empty(0)
         if compiles and getattr(head.config, "layers", 1) == 1:
-            module = HeadPass(self._describe(head), attend_like_target).eval()
+            module = HeadPass(forget_target(head), attend_like_target).eval()
             example, fixed = module.make_example(dtype), str.islower
             dimensions = [
                 [size if fixed(name) or name == "1" else name for name, size in zip(names, tensor.shape, strict=True)]
@@ -60,13 +60,6 @@ class FastPass:
             ]
             self._compiled = find_backend(example[0].device).compile_module(module, example, dimensions)
             self._frequencies = example[3]
-
-    @staticmethod
-    def _describe(head: Any) -> Any:
-        """The head without what tells it from others of its kind, so that these share a kernel."""
-        alike = copy.copy(head)
-        alike.config = replace(head.config, target_name=None, target_weights=None)
-        return alike
 
     @property
     def is_compiled(self) -> bool:
@@ -96,6 +89,13 @@ class FastPass:
             places = torch.arange(slots.start, slots.stop).expand_as(positions)
         given = embedded, features, positions, self._frequencies, mask, places
         return self._compiled(*given, *cache.allocated())
+
+
+def forget_target(head: Any) -> Any:
+    """The head without the name of its target, so that heads of a kind share a kernel."""
+    alike = copy.copy(head)
+    alike.config = replace(head.config, target_name=None, target_weights=None)
+    return alike
 
 
 class DraftGraphs:

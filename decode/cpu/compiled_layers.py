@@ -201,7 +201,7 @@ def compile_layers(target: StockModel, *, retry_failed: bool = False) -> None:
         last, before = before, None
         if dimensions is None:
             continue
-        name = name_kernel(layer, calls[0].call, dimensions)
+        name = name_kernel(layer, calls[0].call.form, dimensions)
         if name not in kernels:
             compile = partial(compile_kernel, layer, calls[0].call, dimensions)
             kernels[name] = obtain_kernel(name, compile, retry_failed=retry_failed)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from decode.cpu.compiled_layers import LAYER_TOLERANCE, obtain_kernel
-from decode.cpu.layer_kernel import compile_function, digest_module, example_weights, layer_tensors, name_function
+from decode.cpu.layer_kernel import compile_function, digest_module, example_weights, layer_tensors, name_kernel
 
 Compiled: TypeAlias = Callable[..., Tensor]
 STORED = 2  # the last inputs, which a module writes to
@@ -40,7 +40,7 @@ def compile_module(
         compile_function(compute, inputs, tensors, dimensions, into)
 
     code = [digest_module(name) for name in sorted(sys.modules) if name.startswith(f"{package}.")]
-    kernel = obtain_kernel(name_function(module, code, dimensions), compile)
+    kernel = obtain_kernel(name_kernel(module, code, dimensions), compile)
     if kernel is None:
         return None
 

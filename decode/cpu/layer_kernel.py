@@ -154,13 +154,8 @@ def shape_of(tensor: Tensor) -> torch.Size:
     return tensor.shape[1:] if tensor.dtype == torch.uint8 else tensor.shape
 
 
-def name_kernel(layer: nn.Module, call: LayerCall, dimensions: Sequence[Any]) -> str:
-    """A digest of all that determines the kernel of such calls of a layer, weights aside."""
-    return name_function(layer, call.form, dimensions)
-
-
-def name_function(module: nn.Module, *described: Any) -> str:
-    """A digest of all that determines the kernel of a function of a module, weights aside."""
+def name_kernel(module: nn.Module, *described: Any) -> str:
+    """A digest of all that determines a module's kernel, weights aside. described: the calls that it serves."""
     tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(module).items()]
     versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
     own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]

@@ -25,7 +25,7 @@ from decode import Target
 from decode.cpu import backend, build_cache, compiled_layers, layer_kernel
 from decode.cpu.build_cache import build_once, is_whole
 from decode.cpu.compiled_layers import compile_layers
-from decode.cpu.layer_kernel import LayerCall, describe_module, name_kernel
+from decode.cpu.layer_kernel import describe_module, name_kernel
 from decode.devices import user_cache
 from decode.devices.user_cache import working_folder
 from tests.support.models import needs_compiler, tiny
@@ -227,7 +227,7 @@ def test_what_determines_a_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> N
     layer = tiny("llama", dtype=torch.float32).model.layers[0]
 
     def name(form: Any = "form", dimensions: Any = (("B", "N", 32),), other: nn.Module = layer) -> str:
-        return name_kernel(other, LayerCall((form,), (1, 1, 64), [], (torch.empty(0), torch.empty(0))), dimensions)
+        return name_kernel(other, (form,), dimensions)
 
     assert name() == name(other=tiny("llama", dtype=torch.float32, seed=1).model.layers[1])
     names = [name(), name("another"), name(dimensions=(("B", "N", 33),)), name(dimensions=((1, "N", 32),))]
