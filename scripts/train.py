@@ -49,39 +49,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         options = TrainOptions(**vars(args))
         options.check_files()
         accelerator, options = make_accelerator(options)
-        target, dataset = load_model_and_data(options)
-        head = get_head(options, target, dataset)
-        objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
-        load_batch = BatchLoader(dataset.examples, teacher)
-        if options.plan:
-            print_plan(objective, dataset, options.schedule, load_batch)
-            return
+        train(accelerator, options)
+        accelerator.end_training()  # a group of processes that still waits for messages aborts the process at its exit
 
-        settings = describe_settings(options, dataset, head)
-        model = target.fingerprints
-        state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
-        if state is None and accelerator.is_main_process:
-            print_plan(objective, dataset, options.schedule, load_batch)
-        options.out.mkdir(parents=True, exist_ok=True)
-        if options.cache is not None:
-            load_batch = BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator))
-        trainer = Trainer(
-            objective,
-            dataset,
-            load_batch,
-            partial(validate, target, head, dataset.prompts),
-            partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16),
-            options.schedule,
-            options.out,
-            accelerator,
-            {**settings, **model},
-        )
-        steps = trainer.run(state, begin_with_best=options.init is not None)
-        if accelerator.is_main_process:
-            print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
-            print(describe_validation(dataset.prompts))
-            if options.plot is not None:
-                plot_training(options.out, options.plot)
+
+def train(accelerator: Accelerator, options: TrainOptions) -> None:
+    """Print the plan, and train unless it was asked for alone."""
+    target, dataset = load_model_and_data(options)
+    head = get_head(options, target, dataset)
+    objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
+    load_batch = BatchLoader(dataset.examples, teacher)
+    if options.plan:
+        print_plan(objective, dataset, options.schedule, load_batch)
+        return
+
+    settings = describe_settings(options, dataset, head)
+    model = target.fingerprints
+    state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
+    if state is None and accelerator.is_main_process:
+        print_plan(objective, dataset, options.schedule, load_batch)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.cache is not None:
+        load_batch = BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator))
+    trainer = Trainer(
+        objective,
+        dataset,
+        load_batch,
+        partial(validate, target, head, dataset.prompts),
+        partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16),
+        options.schedule,
+        options.out,
+        accelerator,
+        {**settings, **model},
+    )
+    steps = trainer.run(state, begin_with_best=options.init is not None)
+    if accelerator.is_main_process:
+        print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
+        print(describe_validation(dataset.prompts))
+        if options.plot is not None:
+            plot_training(options.out, options.plot)
 
 
 def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:

@@ -303,8 +303,10 @@ def test_launched_by_torchrun(place: Path, tmp_path: Path) -> None:
     alone, script = tmp_path / "alone", tmp_path / "launched.py"
     assert train(place, alone, *SHORT, ADAMW) == 0
     script.write_text(
-        "import sys, pathlib, tests.support.training_runs as runs\n"
-        "sys.exit(runs.train(*map(pathlib.Path, sys.argv[1:3]), *sys.argv[3:]))\n"
+        "import sys, pathlib, torch.distributed, tests.support.training_runs as runs\n"
+        "status = runs.train(*map(pathlib.Path, sys.argv[1:3]), *sys.argv[3:])\n"
+        "assert not torch.distributed.is_initialized(), 'a process may abort at its exit'\n"
+        "sys.exit(status)\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
     command = [*torchrun, place, tmp_path / "out", *SHORT, ADAMW, "--cache", tmp_path / "cache"]
