@@ -34,6 +34,8 @@ struct Blocks {
       SCALE == Scale::HALF_MIN || SCALE == Scale::FLOAT_MIN || SCALE == Scale::SUPER_MIN;
   static constexpr int GROUP = 32, GROUPS = IS_SUPER ? 8 : 1, STEP = GROUP * GROUPS;
   static constexpr int FOLD = SCALE == Scale::SUPER ? 16 : 32;  // inputs that share a scale
+  static constexpr int HELD = std::min(words_held(BITS), FOLD / 4);
+  static constexpr bool IN_FIXED_POINT = HELD > 0;  // if inputs are
   static constexpr int64_t AHEAD = 6 << 10;  // bytes from what is multiplied to what is fetched
   // The parts of a unit, in bytes: scales of its groups, then each group's factors and numbers.
   static constexpr int64_t WIDE = IS_FLOAT ? 4 : 2;  // bytes of a scale
@@ -111,19 +113,18 @@ struct Blocks {
     }
   }
 
-#if DRAFTLESS_FIXED_POINT
   // The same for `rows` rows of inputs in fixed point. groups: of the unit's first 32 inputs one for each of `stride`
   // rows, then those of the next 32.
   template <int D>
   static void add(const uint8_t* unit, const Group<D>* groups, int64_t stride, int64_t rows, float* kept) {
-    constexpr int MOST = D == 2 ? 8 : 6;  // rows whose sums fit in registers
+    constexpr int MOST = std::min(8, SUMS / D);  // rows whose sums fit in registers
     const int64_t blocks = (rows + MOST - 1) / MOST;
     const uint8_t* group = unit + HEAD;
     for (int g = 0; g < GROUPS; ++g, group += EACH, groups += stride) {
       for (int64_t b = 0; b < BYTES / GROUPS; b += 64) __builtin_prefetch(unit + AHEAD + BYTES / GROUPS * g + b, 0, 2);
       for (int v = 0; v < VECTORS; ++v)
         for (int fold = 0; fold < GROUP / FOLD; ++fold) {
-          __m512i weights[FOLD / 4];
+          Words weights[FOLD / 4];
           for (int i = 0; i < FOLD / 4; ++i) weights[i] = operand(group + FACTORS, FOLD / 4 * fold + i, v);
           const Vector scale = scale_of(unit, group, fold, v);
           Vector minimum = scale * -(float)BIAS;
@@ -131,26 +132,25 @@ struct Blocks {
           for (int64_t b = 0; b < blocks; ++b) {
             const int64_t first = rows * b / blocks, count = rows * (b + 1) / blocks - first;
             with_rows<MOST>(count, [&]<int R>() {
-              add_rows<D, R, FOLD, (HAS_MINIMUM || BIAS), BITS == 8>(weights, scale, minimum, groups + first,
-                                                            FOLD == GROUP ? 2 : fold, kept + first * PANEL + WIDTH * v);
+              add_rows<D, R, FOLD / 4, HELD, (HAS_MINIMUM || BIAS), BITS == 8 && !TAKES_SIGNED>(
+                  weights, scale, minimum, groups + first, FOLD == GROUP ? 2 : fold, kept + first * PANEL + WIDTH * v);
             });
           }
         }
     }
   }
 
-  // Word i of a group's numbers, as unsigned bytes of four inputs.
-  static __m512i operand(const uint8_t* low, int i, int v) {
-    if constexpr (BITS == 8) return (__m512i)(words_at(low, i, v) ^ 0x80808080u);
+  // Word i of a group's numbers, as bytes of four inputs.
+  static Words operand(const uint8_t* low, int i, int v) {
+    if constexpr (BITS == 8) return words_at(low, i, v) ^ (TAKES_SIGNED ? 0u : 0x80808080u);
     Words bytes = words_at(low, i / 2, v) >> (uint32_t)(4 * (i % 2)) & 0x0f0f0f0fu;
     if constexpr (BITS > 4) {
       constexpr int EACH_WORD = BITS == 5 ? 8 : 4;  // operands whose further bits are in one word
       const Words bits = words_at(low + LOW, i / EACH_WORD, v) >> (uint32_t)((BITS - 4) * (i % EACH_WORD));
       bytes |= (bits & (BITS == 5 ? 0x01010101u : 0x03030303u)) << 4u;
     }
-    return (__m512i)bytes;
+    return bytes;
   }
-#endif
 
   // Puts a file's block in a lane of a unit.
   static void pack(const uint8_t* block, uint8_t* unit, int lane) {

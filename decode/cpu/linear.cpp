@@ -162,7 +162,6 @@ struct Layer {
     }
   }
 
-#if DRAFTLESS_FIXED_POINT
   // The same for the inputs in fixed point: groups [inputs / GROUP, rows].
   template <int D>
   void run_blocks(int64_t panel, int64_t first, int64_t number, const Group<D>* groups) const {
@@ -174,7 +173,6 @@ struct Layer {
       T::add(weights, groups + first, rows, number, sums);
     write_block(panel, first, number, sums);
   }
-#endif
 
   // A share of all panels' rows: number i is row i % rows of panel i / rows. fixed: the inputs in fixed point, if they
   // are to be multiplied so.
@@ -205,7 +203,6 @@ std::vector<float> add_up(const Number* inputs, int64_t rows, int64_t size) {
   return totals;
 }
 
-#if DRAFTLESS_FIXED_POINT
 // All rows of inputs in fixed point: [size / 32, rows].
 template <int D>
 std::vector<Group<D>> to_groups(const float* inputs, int64_t rows, int64_t size) {
@@ -215,7 +212,6 @@ std::vector<Group<D>> to_groups(const float* inputs, int64_t rows, int64_t size)
   });
   return groups;
 }
-#endif
 
 template <class Number, int D>
 void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>& bias, Tensor& output) {
@@ -227,7 +223,7 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
   std::vector<Group<D>> groups;
   for (const Part& part : layout.parts)
     with_form<Number>(part.form, [&]<class T>() {
-      if constexpr (T::IN_GROUPS && D > 0) {
+      if constexpr (T::IN_FIXED_POINT && D > 0) {
         if (groups.empty()) groups = to_groups<D>(inputs, rows, layout.inputs);
       } else if (T::HAS_MINIMUM && totals.empty()) {
         totals = add_up(inputs, rows, layout.inputs);
@@ -243,7 +239,7 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
           const Number* its_bias = biases ? biases + done : nullptr;
           const Layer<T> layer{inputs, totals.data(), layout.data + part.offset, its_bias, outputs + done, rows,
                                layout.inputs, part.outputs, layout.outputs};
-          if constexpr (T::IN_GROUPS && D > 0) layer.run(begin - before, end - before, groups.data());
+          if constexpr (T::IN_FIXED_POINT && D > 0) layer.run(begin - before, end - before, groups.data());
           else layer.run(begin - before, end - before);
         });
       before += number, done += part.outputs;
@@ -264,17 +260,14 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
   Tensor output = make_empty(input, shape);
-#if DRAFTLESS_FIXED_POINT
   if (is_float && layout.digits == 2) run<float, 2>(input, layout, bias, output);
-  else if (is_float && layout.digits == 3) run<float, 3>(input, layout, bias, output);
-  else
-#endif
-    (is_float ? run<float, 0> : run<uint16_t, 0>)(input, layout, bias, output);
+  else if (is_float && layout.digits == 3) run<float, MOST_DIGITS == 3 ? 3 : 0>(input, layout, bias, output);
+  else (is_float ? run<float, 0> : run<uint16_t, 0>)(input, layout, bias, output);
   return output;
 }
 
 // weights [N, bytes of a row], with the same inputs; forms: ggml's numbers; orders: row i of a weight is its row
-// orders[i], or none. digits: 2, 3, or 0, as which all count on a CPU that multiplies no bytes.
+// orders[i], or none. digits: 2, 3, or 0, as which all count for forms that this CPU multiplies with floats only.
 Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector<Tensor> orders, int64_t inputs,
             int64_t digits) {
   STD_TORCH_CHECK(digits == 0 || digits == 2 || digits == 3, digits, " digits; there are 0, 2 and 3");
@@ -282,7 +275,7 @@ Tensor pack(std::vector<Tensor> weights, std::vector<int64_t> forms, std::vector
   int64_t size = round_up(8 * (3 + 3 * weights.size()), LINE);
   for (size_t i = 0; i < weights.size(); ++i)
     with_form<float>(forms[i], [&]<class T>() {
-      if (DRAFTLESS_FIXED_POINT && T::IN_GROUPS) header[2] = digits;
+      if (T::IN_FIXED_POINT) header[2] = digits;
       STD_TORCH_CHECK(!T::IN_GROUPS || inputs % T::STEP == 0, "a row must be of whole blocks");
       const int64_t outputs = weights[i].size(0);
       header.insert(header.end(), {forms[i], outputs, size});

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def load_native_ops() -> str | None:
     """Make the ops available: `torch.ops.draftless`. Returns None, or why they are not in one line."""
     code = [file.read_text(encoding="utf-8") for file in (*SOURCES, *sorted(FOLDER.glob("*.h")))]
     try:
-        library = build_once(f"ops-{digest(code, FLAGS, _compiler(), environment())}.so", _compile)
+        library = build_once(f"ops-{digest(code, _flags(), _compiler(), environment())}.so", _compile)
         torch.ops.load_library(str(library))
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # so that kernels find the functions of `SHIMS`
         torch.library.register_fake("draftless::packed_linear")(_fake_linear)
@@ -116,10 +117,15 @@ def _compiler() -> str:
     return os.environ.get("CXX", COMPILER)
 
 
+def _flags() -> list[str]:
+    """Ours, and the user's: `CXXFLAGS=-march=x86-64-v3` compiles for CPUs without AVX-512."""
+    return [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+
+
 def _compile(into: Path) -> None:
     """Compile the sources, at the same time, and link them. Raises RuntimeError with the compiler's first error."""
     home = Path(torch.__file__).parent
-    flags = [*FLAGS, f"-DTORCH_TARGET_VERSION={STABLE_ABI}", f"-I{home / 'include'}", "-c"]
+    flags = [*_flags(), f"-DTORCH_TARGET_VERSION={STABLE_ABI}", f"-I{home / 'include'}", "-c"]
     objects = [str(into.with_name(f"{source.stem}.o")) for source in SOURCES]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda source, to: _run(*flags, str(source), "-o", to), SOURCES, objects))  # raises what one did

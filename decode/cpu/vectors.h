@@ -124,7 +124,7 @@ template <class N, class W, int S>
 struct Plain {
   using Number = N;  // of inputs and outputs
   using Weight = W;
-  static constexpr bool IN_GROUPS = false, HAS_MINIMUM = false;
+  static constexpr bool IN_GROUPS = false, IN_FIXED_POINT = false, HAS_MINIMUM = false;
   static constexpr int STEP = S;
   static constexpr int64_t BYTES = STEP * PANEL * sizeof(Weight), SOURCE = STEP * sizeof(Weight);
 
