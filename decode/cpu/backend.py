@@ -107,7 +107,7 @@ class CpuBackend(Backend):
 
     def round_inputs(self, model: nn.Module) -> None:
         if not _round_inputs(model):
-            needs = "weights in blocks, as GGUF files have, and a CPU that multiplies bytes (those of 8 bits: with VNNI)"
+            needs = "weights in blocks, as GGUF files have, and a CPU that multiplies bytes (8 bits need VNNI)"
             raise ValueError(f"dtype fixed16 needs {needs}; choose float32, which is the same here")
 
     def reading_texts(self) -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ def test_inputs_in_16_bits(file: Path) -> None:
     exact = Target.load(file, accelerate="packed")
     layer = exact.model.get_output_embeddings()
     if not layer.digits:  # no bytes can be multiplied here
-        with pytest.raises(ValueError, match="needs weights in blocks.*CPU that multiplies bytes"):
+        with pytest.raises(ValueError, match=r"needs weights in blocks.*CPU that multiplies bytes"):
             Target.load(file, dtype="fixed16", accelerate="packed")
         return
     rounded = Target.load(file, dtype="fixed16", accelerate="packed")
