@@ -52,10 +52,10 @@ def test_arm(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="not an Intel or AMD CPU")
-def test_the_ops_without_avx_512() -> None:
+def test_the_ops_without_avx_512(tmp_path: Path) -> None:
     """`CXXFLAGS` chooses instructions, and all products of blocks are right with those."""
     tests = [str(SOURCE.with_name(name)) for name in ("test_blocks.py", "test_native_ops.py")]
     environment = {**os.environ, "CXXFLAGS": "-march=x86-64-v3"}
-    command = [sys.executable, "-m", "pytest", "-q", "--exitfirst", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--exitfirst", f"--basetemp={tmp_path / 'tests'}", *tests]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
