@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from decode import Proposer, Sampling, Target, stream
 from decode.models.fingerprint import fingerprint_vocabulary
-from decode.models.loading import check_model
+from decode.models.loading import FIXED16, check_model
 from decode.requests.answer import PARTS
 from decode.requests.text import Tokenizer
 from draftless_commands.shared.options import ModelOptions, load_draft, load_model_only
@@ -158,9 +158,10 @@ def _load_stock(target: Target, options: ModelOptions, temperature: float) -> Pr
     """An unaccelerated copy of the model for all peers.
 
     Of its generation config only the end tokens are kept: penalties or top-k would give peers another distribution than
-    the project's loop.
+    the project's loop. transformers rounds no inputs to 16 bits: for fixed16 its weights are in float32.
     """
-    model, tokenizer = load_model_only(options)
+    dtype = None if options.dtype == FIXED16 else options.dtype
+    model, tokenizer = load_model_only(replace(options, dtype=dtype))
     stops = sorted(target.stop_ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
