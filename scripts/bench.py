@@ -133,7 +133,7 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
     args.repeats = args.repeats or REPEATS
     for method in named:
-        check_method(method, pretrained=model.model is None, batch_size=args.batch_size, repeats=args.repeats)
+        check_method(method, pretrained=model.may_be_default, batch_size=args.batch_size, repeats=args.repeats)
     Sampling(args.temperature)  # refuses a bad temperature
     questions = take_evenly(load_questions(args.questions), args.limit)
     groups, conversations = form_groups(questions, args.batch_size), [each.conversation for each in questions]

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         model = choose_dtype(ModelOptions.from_args(args))
-        check_options(choose_proposer(args), {}, pretrained=model.model is None)
+        check_options(choose_proposer(args), {}, pretrained=model.may_be_default)
         check_writable(args.out, "--out")
         for value in args.temperature:
             check_temperature(value, "--temperature")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
         model = ModelOptions.from_args(args)
-        check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=args.model is None)
+        check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
         check_writable(args.store and Path(args.store), "--store")
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")

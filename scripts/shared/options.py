@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 import transformers
@@ -65,6 +66,11 @@ class ModelOptions:
         has_kernels = self.device in (None, "cpu") and self.dtype not in ("float64", "float16")
         if self.accelerate == "compiled" and not has_kernels:
             raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
+
+    @property
+    def may_be_default(self) -> bool:
+        """Whether the model may be the default one, which the pretrained heads are for. A copy lies in a folder."""
+        return self.model is None or Path(self.model).is_dir()
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
