@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "generate": "answer prompts, faster and with the same text as plain decoding",
+    "serve": "answer requests over HTTP, as OpenAI's API does",
     "demo": "see it at work: an answer streams in, then methods are compared",
     "bench": "measure proposers on questions, yours too; or forward passes",
     "distill": "write a model's own answers to prompts, to train a head on",

@@ -83,20 +83,29 @@ class Engine:
         self._task: Future[None] | None = None  # a step in it
 
     @overload
-    def add(self, prompt: Prompt, *, request_id: int | None = None, **settings: Any) -> Request: ...
+    def add(
+        self, prompt: Prompt, *, request_id: int | None = None, noise_id: int | None = None, **settings: Any
+    ) -> Request: ...
 
     @overload
-    def add(self, prompt: Prompt, *, n: int, **settings: Any) -> list[Request]: ...
+    def add(self, prompt: Prompt, *, n: int, noise_id: int | None = None, **settings: Any) -> list[Request]: ...
 
     @naming_arguments("Engine.add", SETTINGS)
     def add(
-        self, prompt: Prompt, *, request_id: int | None = None, n: int | None = None, **settings: Any
+        self,
+        prompt: Prompt,
+        *,
+        request_id: int | None = None,
+        noise_id: int | None = None,
+        n: int | None = None,
+        **settings: Any,
     ) -> Request | list[Request]:
         """Add a request. Its settings are those of `decode.stream` for one prompt; None stands for a default.
 
-        request_id: keys the noise; None takes the next number. n: add so many requests, for other answers to the same
-        prompt, which is read once; they are returned as a list. Raises ValueError and TypeError as `stream` does, and
-        RuntimeError for a closed engine.
+        request_id: None takes the next number. noise_id: keys the noise; None takes the request's number. With a noise
+        id the same seed gives the same text again. n: add so many requests, for other answers to the same prompt, which
+        is read once; they are returned as a list. Their noise ids are that one and those after it. Raises ValueError
+        and TypeError as `stream` does, and RuntimeError for a closed engine.
         """
         if n is not None and request_id is not None:
             raise ValueError("n requests have ids of their own; leave out request_id")
@@ -109,6 +118,10 @@ class Engine:
         defaults: dict[str, Any] = {"nodes": self.nodes, "sampled": find_member(self.proposer, "sampled")}
         given = {name: value for name, value in settings.items() if value is not None}
         requests = read_requests(self.target, [prompt] * len(ids), ids, **defaults | given)
+        if noise_id is not None:
+            first = read_whole(noise_id, "noise_id", 0)
+            for place, request in enumerate(requests):
+                request.noise_id = first + place
         self.submit(requests)
         return requests[0] if n is None else requests
 
@@ -154,6 +167,16 @@ class Engine:
     def is_busy(self) -> bool:
         """Whether a request is left."""
         return bool(self._requests)
+
+    @property
+    def running(self) -> int:
+        """How many requests are decoded."""
+        return len(batch.requests) if (batch := self._batch) is not None else 0
+
+    @property
+    def waiting(self) -> int:
+        """How many wait, or have prompts that are being read."""
+        return max(0, len(self._requests) - self.running)
 
     def __iter__(self) -> Iterator[Chunk]:
         while self.is_busy:

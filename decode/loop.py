@@ -45,7 +45,7 @@ class Batch:
     @property
     def requests(self) -> list[Request]:
         """The requests of all rows, in their order."""
-        return self.last.requests if self.last is not None else []
+        return last.requests if (last := self.last) is not None else []  # other threads ask, too
 
     def step(self) -> list[Chunk]:
         """Propose, verify, accept and keep. Returns what that added to each answer."""
@@ -241,5 +241,5 @@ def _list_keys(requests: Sequence[Request], levels: int) -> dict[str, Tensor]:
     if all(request.sampling.greedy for request in requests):
         return {}
     seeds = [request.sampling.seed or 0 for request in requests]  # greedy ones have none
-    ids, lengths = [request.request_id for request in requests], [len(request.sequence) for request in requests]
+    ids, lengths = [request.noise_id for request in requests], [len(request.sequence) for request in requests]
     return {name: row_keys(seeds, ids, lengths, levels, stream) for stream, name in KEY_NAMES.items()}

@@ -38,7 +38,8 @@ class Request:
     Whoever iterates it drives the engine that it was added to, with all other requests. `async for` does so in another
     thread.
 
-    request_id: its number, which keys its noise. prompt: its token ids. sequence: prompt and answer so far.
+    request_id: its number. noise_id: what keys its noise; -1: its number.
+    prompt: its token ids. sequence: prompt and answer so far.
     limits: where its answer ends. context: how many tokens the model has room for.
     text: makes text of new tokens; None makes none. sampling: how its tokens are chosen.
     nodes: of its trees at most, root included; 1: no draft tokens.
@@ -64,8 +65,10 @@ class Request:
     answer: Answer | None = None
     driver: Driver | None = None
     call: Any = None
+    noise_id: int = -1
 
     def __post_init__(self) -> None:
+        self.noise_id = self.request_id if self.noise_id < 0 else self.noise_id
         self.sequence = list(self.prompt)
         self._pieces: list[str] = []
         self._log_probs: list[LogProbs] = []

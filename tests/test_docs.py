@@ -45,6 +45,7 @@ PAGES = {
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
+ELSEWHERE = ("README.md", "docs/serve.md")  # run below, and next to a server in test_serve.py
 SAME = "the same tokens as plain decoding: True\n"
 COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
@@ -269,7 +270,7 @@ def run_page(page: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if list_blocks(page, "python") and page != "README.md"])
+@pytest.mark.parametrize("page", [page for page in PAGES if list_blocks(page, "python") and page not in ELSEWHERE])
 def test_python_blocks_run(page: str, workplace: Target) -> None:
     run_page(page)
 

@@ -20,7 +20,7 @@ from decode.devices.transfer import Upload, copy_packed
 TEXT, ACCEPTANCE, DRAFT = range(3)  # streams: the target's tokens, tests of sampled draft tokens, these draft tokens
 KEY_NAMES = {TEXT: "text_keys", ACCEPTANCE: "acceptance_keys", DRAFT: "draft_keys"}  # in a step's `Upload`
 TINY = 1e-300
-Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id, which keys the noise: tokens up to the root, included
+Texts: TypeAlias = Mapping[int, Sequence[int]]  # by request id: tokens up to the root, included
 Noise: TypeAlias = Upload | dict[str, Tensor]  # may have the keys of streams of noise, by `KEY_NAMES`
 _MASK = (1 << 64) - 1
 _GAMMA, _FACTOR, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's constants

@@ -125,8 +125,9 @@ class StagedProposer:
                 limits = {"max_new_tokens": levels, "stop_ids": [*step.stop_ids[row]], "log_probs": self.width}
                 sampling = step.samplings[row]
                 sampling = sampling.for_drafts if sampling.processors else sampling
+                noise_id = step.requests[row].noise_id
                 found[request_id] = self._engine.add(
-                    [*text], request_id=request_id, sampling=sampling, text=False, **limits
+                    [*text], request_id=request_id, noise_id=noise_id, sampling=sampling, text=False, **limits
                 )
         for _ in self._engine:
             pass

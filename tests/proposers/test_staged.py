@@ -3,11 +3,12 @@ passes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from decode import Proposer, Sampling, Step, Target, generate
+from decode import Engine, Proposer, Sampling, Step, Target, generate
 from decode.models.cut_model import cut_model
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer, StagedProposer, load_proposer
 from tests.support.drafting import Recorder, make_head
@@ -55,6 +56,24 @@ def test_runners_up_are_nodes(settings: dict[str, Any]) -> None:
         steps.append(sum(answer.stats.steps for answer in answers))
         assert max(tree.width for tree in recorder.trees) == 1 + 4 * width
     assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("name", ["plain", "a draft model", "sampled", "staged"])
+def test_a_noise_id_keys_the_noise_of_texts_and_drafts(name: str) -> None:
+    makers: dict[str, Callable[[], Proposer | None]] = {
+        "plain": lambda: None,
+        "a draft model": lambda: DraftProposer(MIDDLE, depth=4, nodes=5),
+        "sampled": lambda: DraftProposer(MIDDLE, depth=4, nodes=5, sampled=True),
+        "staged": lambda: StagedProposer(MIDDLE, NGramProposer(length=3), depth=4, nodes=5),
+    }
+    found = []
+    for ids in ({"request_id": 2}, {"request_id": 7, "noise_id": 2}, {"request_id": 2, "noise_id": 7}):
+        request = Engine(TARGET, makers[name]()).add(PROMPTS[0], **ids, sampling=Sampling(1.0, seed=3), **LIMITS)
+        found.append([(chunk.tokens, chunk.drafted) for chunk in request])
+    assert found[0] == found[1] != found[2]
+    several = Engine(TARGET, makers[name]()).add(PROMPTS[0], n=2, noise_id=6, sampling=Sampling(1.0, seed=3), **LIMITS)
+    tokens = [[token for chunk in request for token in chunk.tokens] for request in several]
+    assert tokens[0] != tokens[1] == [token for chunk, _ in found[2] for token in chunk]
 
 
 def test_it_adapts_to_the_device() -> None:

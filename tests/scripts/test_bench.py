@@ -21,9 +21,10 @@ from draftless_commands import bench
 from draftless_commands.benchmark import files, measurement
 from draftless_commands.benchmark.files import describe_weights, find_commit, name_numbers
 from draftless_commands.benchmark.measurement import trim_loop
-from draftless_commands.benchmark.methods import parse_methods
+from draftless_commands.benchmark.methods import _load_stock, parse_methods
 from draftless_commands.benchmark.questions import Question, form_groups, load_questions, take_evenly
 from draftless_commands.benchmark.rows import format_tables, make_rows
+from draftless_commands.shared.options import ModelOptions
 from draftless_commands.shared.prompts import ask, read_conversations
 from tests.support.commands import Call, Run, write_rows
 from tests.support.gguf_files import write_model
@@ -397,3 +398,14 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_ro
     last = report["records"][1]["turns"][1]
     assert all(last["prompt_tokens"][0] + method["tokens"][0] <= 256 for method in last["methods"].values())
     assert {row["identical"] for row in report["rows"]} == {1.0}
+
+
+def test_peers_of_a_target_that_rounds_are_in_float32(save_model: Callable[..., Path]) -> None:
+    folder = str(save_model())
+    stock = _load_stock(Target.load(folder), ModelOptions(folder, dtype="fixed16"), 0.0)
+    assert stock.dtype == torch.float32
+
+
+def test_a_folder_may_hold_the_default_model(tmp_path: Path) -> None:
+    assert ModelOptions().may_be_default and ModelOptions(str(tmp_path)).may_be_default
+    assert not ModelOptions("someone/other").may_be_default

@@ -1,0 +1,130 @@
+"""The fields of requests, as OpenAI's client library sends them, and a few more. Others are refused by name."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from decode import Sampling
+from draftless_commands.server.penalties import make_processors
+
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Choices = Annotated[int, Field(ge=1, le=128)]
+Stops = str | Annotated[list[str], Field(max_length=16)] | None
+MOST_LOG_PROBS = 20
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True, min_length=1)]  # the first bad item is told, not each
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Fields(BaseModel):
+    """What a request for chat and one for text have in common. None stands for a default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    seed: int | None = None
+    stop: Stops = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    user: str | None = None  # says who asks; it changes no answer
+    # Beyond OpenAI's.
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    nodes: Count | None = None
+
+    def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
+        """What `Engine.add` is given besides a prompt of so many tokens. OpenAI's default temperature is 1.
+
+        Raises ValueError for fields that do not fit each other or the model.
+        """
+        sampling = Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            processors=make_processors(self, prompt, vocabulary),
+            seed=secrets.randbits(62) if self.seed is None else self.seed,
+        )
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return {"sampling": sampling, "max_new_tokens": self.max_tokens, "stop": stop, "nodes": self.nodes}
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class ChatFields(Fields):
+    """The body of /v1/chat/completions."""
+
+    messages: Listed[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # as vLLM's: options of the model's chat template
+
+    def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        told = (self.top_logprobs or 0) if self.logprobs else None
+        return super().read_settings(prompt, vocabulary) | {"max_new_tokens": most, "log_probs": told}
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The one prompt, as the others have it."""
+        return [self.messages]
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """The messages as a row of `training.conversations`."""
+        row: dict[str, Any] = {"messages": [self._read(each) for each in self.messages]}
+        return row | ({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {})
+
+    @staticmethod
+    def _read(message: dict[str, Any]) -> dict[str, Any]:
+        """A message without keys that are None; "developer" is OpenAI's newer word for "system"."""
+        kept = {name: value for name, value in message.items() if value is not None}
+        return kept | {"role": "system"} if kept.get("role") == "developer" else kept
+
+
+class TextFields(Fields):
+    """The body of /v1/completions."""
+
+    prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
+    echo: Literal[False] | None = None
+
+    def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
+        return super().read_settings(prompt, vocabulary) | {"log_probs": self.logprobs}
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt or several: each is text or token ids."""
+        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        prompts: Any = [self.prompt] if is_one else self.prompt
+        return list(prompts)

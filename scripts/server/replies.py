@@ -1,0 +1,164 @@
+"""Answers and their pieces as OpenAI's client library reads them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from decode import Chunk
+from decode.request import Request
+from decode.requests.answer import LogProbs
+from decode.requests.text import Tokenizer
+
+LEAST = -9999.0  # of a log-probability: JSON has no infinity
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the server: what its choices are made of, as a whole and piece by piece.
+
+    requests: one a choice. choices: how many of them share a prompt.
+    prefix, kind, piece: what ids begin with, and the names of whole answers and of pieces.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    requests: Sequence[Request]
+    choices: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    prefix, kind, piece = "", "", ""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    @property
+    def id(self) -> str:
+        return f"{self.prefix}-{self.requests[0].request_id}-{self.created}"
+
+    def whole(self) -> dict[str, Any]:
+        """All choices, whose requests have ended."""
+        choices = [self.choose(index, request) for index, request in enumerate(self.requests)]
+        return self.head(self.kind) | {"choices": choices, "usage": self.count_usage()}
+
+    def begin(self, has_usage: bool) -> list[str]:
+        """The events before the first text."""
+        return []
+
+    def go_on(self, index: int, chunk: Chunk, has_usage: bool) -> str:
+        """The event for what a step added to a choice."""
+        reason = chunk.finish and REASONS.get(chunk.finish, "stop")
+        choice = {
+            "index": index,
+            **self.part(chunk),
+            "logprobs": self.tell(chunk.tokens, chunk.log_probs),
+            "finish_reason": reason,
+        }
+        return self.event([choice], has_usage)
+
+    def end(self, has_usage: bool) -> list[str]:
+        """The events after the last text."""
+        usage = [self.write(self.head(self.piece) | {"choices": [], "usage": self.count_usage()})] if has_usage else []
+        return [*usage, "data: [DONE]\n\n"]
+
+    def event(self, choices: list[dict[str, Any]], has_usage: bool) -> str:
+        return self.write(self.head(self.piece) | {"choices": choices} | ({"usage": None} if has_usage else {}))
+
+    @staticmethod
+    def write(event: dict[str, Any]) -> str:
+        """A server-sent event."""
+        return f"data: {json.dumps(event)}\n\n"
+
+    def choose(self, index: int, request: Request) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def part(self, chunk: Chunk) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
+        """The log-probabilities of tokens, if they were asked for."""
+        raise NotImplementedError
+
+    def count_usage(self) -> dict[str, Any]:
+        stats = [request.stats for request in self.requests]
+        read = sum(len(request.prompt) for request in self.requests[:: self.choices])
+        made, nodes = sum(each.tokens for each in stats), sum(each.nodes for each in stats)
+        accepted = sum(sum(each.accepted_by_depth) for each in stats)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+            "prompt_tokens_details": {"cached_tokens": sum(each.reused for each in stats[:: self.choices])},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": nodes - accepted,
+            },
+        }
+
+    def name(self, token: int) -> str:
+        return str(self.tokenizer.decode([token]))
+
+
+class ChatReply(Reply):
+    prefix, kind, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choose(self, index: int, request: Request) -> dict[str, Any]:
+        answer = request.answer
+        assert answer is not None
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        told = self.tell(answer.tokens, answer.log_probs)
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": REASONS[answer.finish]}
+
+    def begin(self, has_usage: bool) -> list[str]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self.event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], has_usage)
+            for index in range(len(self.requests))
+        ]
+
+    def part(self, chunk: Chunk) -> dict[str, Any]:
+        return {"delta": {"content": chunk.text} if chunk.text else {}}
+
+    def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
+        if not log_probs:
+            return None
+        pairs = zip(tokens, log_probs, strict=True)
+        return {"content": [self._entry(token, told.chosen, told.best) for token, told in pairs], "refusal": None}
+
+    def _entry(self, token: int, log_p: float, best: dict[int, float] | None = None) -> dict[str, Any]:
+        name = self.name(token)
+        is_whole = "\ufffd" not in name  # others are parts of a character
+        entry = {"token": name, "logprob": max(log_p, LEAST), "bytes": [*name.encode()] if is_whole else None}
+        return entry if best is None else entry | {"top_logprobs": [self._entry(*each) for each in best.items()]}
+
+
+class TextReply(Reply):
+    prefix, kind, piece = "cmpl", "text_completion", "text_completion"
+
+    def choose(self, index: int, request: Request) -> dict[str, Any]:
+        answer = request.answer
+        assert answer is not None
+        told = self.tell(answer.tokens, answer.log_probs)
+        if told is not None:
+            lengths = map(len, told["tokens"])
+            told["text_offset"] = [*accumulate(lengths, initial=0)][:-1]
+        return {"index": index, "text": answer.text, "logprobs": told, "finish_reason": REASONS[answer.finish]}
+
+    def part(self, chunk: Chunk) -> dict[str, Any]:
+        return {"text": chunk.text}
+
+    def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
+        if not log_probs:
+            return None
+        names = [self.name(token) for token in tokens]
+        best = [{self.name(token): max(p, LEAST) for token, p in each.best.items()} for each in log_probs]
+        return {
+            "tokens": names,
+            "token_logprobs": [max(each.chosen, LEAST) for each in log_probs],
+            "top_logprobs": best if any(best) else None,
+        }
