@@ -144,7 +144,8 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     settings |= {"questions": args.questions.name, "commit": files.find_commit()}
     asked = repr([(each.id, each.category, each.conversation) for each in questions])
     settings["questions_sha256"] = hashlib.sha256(asked.encode()).hexdigest()[:16]
-    machine = {**files.describe_machine(target.device), "dtype": str(target.dtype).removeprefix("torch.")}
+    dtype = model.dtype or str(target.dtype).removeprefix("torch.")  # fixed16 computes in float32 otherwise
+    machine = {**files.describe_machine(target.device), "dtype": dtype}
     machine["weights"] = files.describe_weights(target)
     setup = {"settings": settings, "machine": {**machine, "compiled": target.compiled}}
     records = files.read_begun(partial, setup, "records") if partial is not None else []

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             engine = Engine(target, make_proposer(args, target, None), rows=args.rows)
             target.warm_up(args.rows)
             name = args.name or os.path.basename(os.path.normpath(args.model or "SmolLM2-135M-Instruct"))
-            run(engine, name, args.api_key or os.environ.get(KEY), args.queue, args.grace, place)
+            run(engine, name, args.api_key or os.environ.get(KEY) or None, args.queue, args.grace, place)
 
 
 def make_parser() -> Parser:

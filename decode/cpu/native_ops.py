@@ -50,7 +50,7 @@ def load_native_ops() -> str | None:
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # so that kernels find the functions of `SHIMS`
         torch.library.register_fake("draftless::packed_linear")(_fake_linear)
         torch.library.register_fake("draftless::tree_attention")(_fake_attention)
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, RuntimeError, subprocess.SubprocessError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return None
 
@@ -118,8 +118,11 @@ def _compiler() -> str:
 
 
 def _flags() -> list[str]:
-    """Ours, and the user's: `CXXFLAGS=-march=x86-64-v3` compiles for CPUs without AVX-512."""
-    return [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    """Ours, and the user's: `DRAFTLESS_CXXFLAGS=-march=x86-64-v3` compiles for CPUs without AVX-512.
+
+    Not those of `CXXFLAGS`: conda and builds of distributions set it, for CPUs of twenty years ago.
+    """
+    return [*FLAGS, *shlex.split(os.environ.get("DRAFTLESS_CXXFLAGS", ""))]
 
 
 def _compile(into: Path) -> None:

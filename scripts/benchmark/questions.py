@@ -68,8 +68,8 @@ def _alternate(lists: Iterable[Sequence[Question]]) -> list[Question]:
 
 
 def form_groups(questions: Sequence[Question], size: int) -> list[list[Question]]:
-    """Groups of up to `size` questions of one category, to be answered as one batch."""
-    categories: dict[str, list[Question]] = {}
+    """Groups of up to `size` questions of one task, to be answered as one batch."""
+    tasks: dict[str, list[Question]] = {}
     for question in questions:
-        categories.setdefault(question.category, []).append(question)
-    return [group[begin : begin + size] for group in categories.values() for begin in range(0, len(group), size)]
+        tasks.setdefault(task_of(question.category), []).append(question)
+    return [group[begin : begin + size] for group in tasks.values() for begin in range(0, len(group), size)]

@@ -144,11 +144,12 @@ class Server:
         """The chunks of several requests as they come, with the request's index. Who stops early cancels them."""
         found: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue()
 
+        watches = [Watch(self.metrics) for _ in requests]
+
         async def pump(index: int, request: Request) -> None:
-            watch = Watch(self.metrics)
             try:
                 async for chunk in request:
-                    watch.take(chunk)
+                    watches[index].take(chunk)
                     found.put_nowait((index, chunk))
                 found.put_nowait((index, None))
             except Exception as error:
@@ -166,16 +167,16 @@ class Server:
                 else:
                     yield index, chunk
         finally:
-            for task in pumps:
+            for request, task, watch in zip(requests, pumps, watches, strict=True):
                 task.cancel()
+                watch.end(request.finish or "cancelled")
             await self._abandon(requests)
 
     async def _abandon(self, requests: Sequence[Request]) -> None:
         """Cancel the requests that have not ended: nobody waits for them any more."""
         for request in requests:
-            if request.finish is None and not request.is_cancelled:
+            if request.finish is None:
                 self.engine.cancel(request)
-                self.metrics.count_end("cancelled")
         self._drive()
 
     def _drive(self) -> None:

@@ -46,15 +46,12 @@ class Metrics:
     def write(self) -> bytes:
         return generate_latest(self.registry)
 
-    def count_end(self, finish: str) -> None:
-        self.ended.labels(self.model, REASONS[finish]).inc()
-
 
 class Watch:
     """The times of one request, from when it was added."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._is_first = metrics, True
+        self._metrics, self._is_first, self._has_ended = metrics, True, False
         self._began = self._last = perf_counter()
 
     def take(self, chunk: Chunk) -> None:
@@ -74,5 +71,11 @@ class Watch:
         for depth, accepted in enumerate(stats.accepted_by_depth):
             metrics.by_position.labels(metrics.model, str(depth)).inc(accepted)
         if chunk.finish is not None:
-            metrics.count_end(chunk.finish)
-            metrics.whole.observe(now - self._began)
+            self.end(chunk.finish)
+
+    def end(self, finish: str) -> None:
+        """Count the request's end, once."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._metrics.ended.labels(self._metrics.model, REASONS[finish]).inc()
+            self._metrics.whole.observe(perf_counter() - self._began)

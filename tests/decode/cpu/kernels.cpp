@@ -19,13 +19,11 @@ void expect(bool is_right, const char* form, const char* what, int rows) {
   failed = true;
 }
 
-uint8_t random_byte() { return (uint8_t)draw(); }
-
-// A float between 1/4 and 4 as a file has it, and the bytes of a block with such scales.
+// The bytes of a block with scales between 1/4 and 4. The first block has the largest numbers that there are.
 template <class T>
-std::vector<uint8_t> random_block() {
+std::vector<uint8_t> make_block(bool is_first) {
   std::vector<uint8_t> block(T::SOURCE);
-  for (uint8_t& byte : block) byte = random_byte();
+  for (uint8_t& byte : block) byte = is_first ? 255 : (uint8_t)draw();
   const int number = T::HAS_MINIMUM ? 2 : 1;
   for (int i = 0; i < number; ++i) {
     const bool is_last = T::IS_SUPER && !T::HAS_MINIMUM;
@@ -41,12 +39,16 @@ void check(const char* form) {
   std::vector<uint8_t> panel(UNITS * T::BYTES);
   std::vector<float> values(PANEL * SIZE), inputs(MOST_ROWS * SIZE), totals(MOST_ROWS * GROUPS);
   for (int unit = 0; unit < UNITS; ++unit)
-    for (int lane = 0; lane < PANEL; ++lane) T::pack(random_block<T>().data(), panel.data() + unit * T::BYTES, lane);
+    for (int lane = 0; lane < PANEL; ++lane) T::pack(make_block<T>(lane == 0).data(), panel.data() + unit * T::BYTES, lane);
   for (int unit = 0; unit < UNITS; ++unit)
     for (int lane = 0; lane < PANEL; ++lane)
       T::unpack(panel.data() + unit * T::BYTES, lane, values.data() + lane * SIZE + unit * T::STEP);
   for (float& each : inputs) each = std::normal_distribution<float>()(draw);
   inputs[SIZE + 3] = 20.0f;
+  for (int k = 0; k < SIZE; ++k) {  // all digits are as large as can be, with either sign; and zeros
+    inputs[2 * SIZE + k] = 3.0f, inputs[3 * SIZE + k] = -3.0f, inputs[4 * SIZE + k] = 0.0f;
+    inputs[5 * SIZE + k] = k % 32 ? 3.0f * (127 * 256 - 128) / (127 * 256 + 127) : 3.0f;  // low digits of -128
+  }
   for (int i = 0; i < MOST_ROWS * GROUPS; ++i)
     for (int k = 0; k < 32; ++k) totals[i] += inputs[i / GROUPS * SIZE + i % GROUPS * 32 + k];
 
