@@ -125,6 +125,6 @@ class TextFields(Fields):
     @property
     def prompts(self) -> list[str | list[int]]:
         """One prompt or several: each is text or token ids."""
-        is_one = isinstance(self.prompt, str) or (bool(self.prompt) and isinstance(self.prompt[0], int))
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         prompts: Any = [self.prompt] if is_one else self.prompt
         return list(prompts)

@@ -7,10 +7,9 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from decode import Chunk, Engine
+from draftless_commands.server.replies import REASONS
 
-# vLLM's words for the ends of answers.
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
-REASONS |= {"cancelled": "abort", "error": "error"}
+ENDS = REASONS | {"cancelled": "abort", "error": "error"}  # vLLM's words for the ends of answers
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # of histograms
 
 
@@ -77,5 +76,5 @@ class Watch:
         """Count the request's end, once."""
         if not self._has_ended:
             self._has_ended = True
-            self._metrics.ended.labels(self._metrics.model, REASONS[finish]).inc()
+            self._metrics.ended.labels(self._metrics.model, ENDS[finish]).inc()
             self._metrics.whole.observe(perf_counter() - self._began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,7 +20,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length
 
 
 @dataclass(frozen=True)
-class Reply:
+class Reply(ABC):
     """One answer of the server: what its choices are made of, as a whole and piece by piece.
 
     requests: one a choice. choices: how many of them share a prompt.
@@ -52,7 +53,7 @@ class Reply:
 
     def go_on(self, index: int, chunk: Chunk, has_usage: bool) -> str:
         """The event for what a step added to a choice."""
-        reason = chunk.finish and REASONS.get(chunk.finish, "stop")
+        reason = chunk.finish and REASONS[chunk.finish]
         choice = {
             "index": index,
             **self.part(chunk),
@@ -74,15 +75,17 @@ class Reply:
         """A server-sent event."""
         return f"data: {json.dumps(event)}\n\n"
 
+    @abstractmethod
     def choose(self, index: int, request: Request) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole choice, whose request has ended."""
 
+    @abstractmethod
     def part(self, chunk: Chunk) -> dict[str, Any]:
-        raise NotImplementedError
+        """The text that a step added to a choice."""
 
+    @abstractmethod
     def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
         """The log-probabilities of tokens, if they were asked for."""
-        raise NotImplementedError
 
     def count_usage(self) -> dict[str, Any]:
         stats = [request.stats for request in self.requests]
