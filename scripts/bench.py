@@ -140,7 +140,7 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
     target = load_target(model)
     encode_turn(conversations, 0, target, Renderer(target.tokenizer))  # finds those that do not fit before any is asked
     settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS)}
-    settings |= {"model": files.name_model(model), "methods": [method.text for method in named]}
+    settings |= {"model": model.name, "methods": [method.text for method in named]}
     settings |= {"questions": args.questions.name, "commit": files.find_commit()}
     asked = repr([(each.id, each.category, each.conversation) for each in questions])
     settings["questions_sha256"] = hashlib.sha256(asked.encode()).hexdigest()[:16]

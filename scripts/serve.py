@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError("the model has no tokenizer; a server needs one")
             engine = Engine(target, make_proposer(args, target, None), rows=args.rows)
             target.warm_up(args.rows)
-            name = args.name or os.path.basename(os.path.normpath(args.model or "SmolLM2-135M-Instruct"))
-            run(engine, name, args.api_key or os.environ.get(KEY) or None, args.queue, args.grace, place)
+            api_key = args.api_key or os.environ.get(KEY) or None  # an empty one is none
+            run(engine, args.name or model.name, api_key, args.queue, args.grace, place)
 
 
 def make_parser() -> Parser:
@@ -57,7 +57,7 @@ def make_parser() -> Parser:
     add, whole = parser.add_argument, at_least(1)
     add("--host", default="127.0.0.1", help=HOST_HELP)
     add("--port", type=at_least(0), default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--name", help="of the model, which clients may give (default: the end of MODEL)")
+    add("--name", help="of the model, which clients may give (default: the last part of a folder, or a hub id)")
     add("--api-key", metavar="KEY", help=KEY_HELP)
     add("--rows", type=whole, default=8, metavar="N", help="requests that are decoded together (default: %(default)s)")
     add("--queue", type=at_least(0), default=64, metavar="N", help=QUEUE_HELP)

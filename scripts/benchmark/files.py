@@ -19,11 +19,9 @@ from decode import Target
 from decode.cpu.native_ops import list_forms
 from decode.cpu.packed_linear import PackedLinear
 from decode.devices.backend import find_backend
-from draftless_commands.shared.options import ModelOptions
 from heads.atomic_write import write_aside
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -100,9 +98,3 @@ def find_commit() -> str | None:
     with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return None
-
-
-def name_model(options: ModelOptions) -> str:
-    """A folder's last name, a hub id as it is, or the default model."""
-    name = options.model
-    return DEFAULT_MODEL if name is None else Path(name).resolve().name if Path(name).exists() else name

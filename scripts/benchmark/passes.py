@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from decode import Target
 from decode.costs import fill, random_chain, time_pass
-from draftless_commands.benchmark.files import describe_machine, describe_weights, find_commit, name_model, name_numbers
+from draftless_commands.benchmark.files import describe_machine, describe_weights, find_commit, name_numbers
 from draftless_commands.shared.options import ModelOptions, load_target
 from draftless_commands.shared.results import to_markdown
 
@@ -48,7 +48,7 @@ def run_passes(args: Namespace) -> dict[str, Any]:
     if not contexts:
         raise ValueError(f"the model's context is {target.context}; passes need {CONTEXTS[0] + max(SIZES)}")
     passes = time_passes(targets, contexts, llamas, repeats)
-    settings = {"model": name_model(options), "accelerate": options.accelerate, "repeats": repeats}
+    settings = {"model": options.name, "accelerate": options.accelerate, "repeats": repeats}
     settings["llama_cpp"] = {dtype: {name: entry[name] for name in DESCRIPTION} for dtype, entry in first.items()}
     settings["commit"] = find_commit()
     return {"settings": settings, "machine": describe_machine(target.device), "passes": passes}

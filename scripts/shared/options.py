@@ -24,6 +24,7 @@ from proposers.eagle import DEPTH, WIDTH
 from proposers.options import OPTIONS, DraftingOptions, load_kind
 from proposers.own_class import is_own_class
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
 packed makes attention faster, graphs also makes steps CUDA graphs, and so does auto for models that allow it. off
@@ -66,6 +67,13 @@ class ModelOptions:
         has_kernels = self.device in (None, "cpu") and self.dtype not in ("float64", "float16")
         if self.accelerate == "compiled" and not has_kernels:
             raise ValueError("--accelerate compiled is for --device cpu and --dtype float32 or bfloat16")
+
+    @property
+    def name(self) -> str:
+        """A folder's last name, a hub id as it is, or the default model."""
+        if self.model is None:
+            return DEFAULT_MODEL
+        return Path(self.model).resolve().name if Path(self.model).exists() else self.model
 
     @property
     def may_be_default(self) -> bool:
