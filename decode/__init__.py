@@ -1,6 +1,8 @@
 """Lossless speculative decoding: one loop and one tree verifier for every proposer."""
 
 from decode.engine import Engine
+from decode.grammars.grammar import Grammar
+from decode.grammars.matcher import Matcher
 from decode.hf.speculate import speculate
 from decode.models.default_model import default_model
 from decode.proposer import PlainProposer, Proposer, Step
@@ -16,6 +18,8 @@ __all__ = [
     "Answer",
     "Chunk",
     "Engine",
+    "Grammar",
+    "Matcher",
     "PlainProposer",
     "Proposer",
     "Request",

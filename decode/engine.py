@@ -33,7 +33,18 @@ LONGEST = 1 << 13  # tokens of a part, whatever it costs
 WHOLE = 1 << 30  # tokens of a part: whole prompts
 MOST_AT_ONCE = 1 << 12  # requests with the same prompt
 # Of a request, as `read_requests` takes them.
-SETTINGS = "sampling", "max_new_tokens", "stop", "stop_ids", "criterion", "chat", "nodes", "text", "log_probs"
+SETTINGS = (
+    "sampling",
+    "max_new_tokens",
+    "stop",
+    "stop_ids",
+    "criterion",
+    "chat",
+    "nodes",
+    "text",
+    "log_probs",
+    "grammar",
+)
 
 
 class Engine:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.devices.transfer import Upload, list_numbers, waits
+from decode.grammars.matcher import constrain, forbid
 from decode.prefill import Prefixes, Read, Text
 from decode.proposer import Drafting, Proposer, Step, join_rows
 from decode.reading import Reading
@@ -57,11 +58,12 @@ class Batch:
         with self.target.backend.running():
             drafted = self.drafting.propose(step, max(limits) if max(step.room) > 1 else 1)
         seconds.lap("proposer")
-        tree = self.session.place(self._prepare(drafted, step, upload, limits))
+        tree, allowed = constrain(self._prepare(drafted, step, upload, limits), [each.grammar for each in requests])
+        tree = self.session.place(tree)
         sampling = self._find_sampling(requests) if self.target.has_graphs else None
         verdict = self.session.verify(tree, sampling=sampling)
         seconds.lap("target")
-        accepted = self._accept(requests, tree, verdict, upload)
+        accepted = self._accept(requests, tree, verdict, upload, allowed)
         seconds.lap("accept")
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
             with self.drafting.checking():
@@ -105,7 +107,8 @@ class Batch:
         seconds.lap("target")
         tree, noise = Tree.chain([request.prompt[-1:] for request in requests]), Upload(self.target.device)
         noise.add(_list_keys(requests, 1))
-        accepted = self._accept(requests, tree, Verdict(logits[:, None], None), noise)
+        tree, allowed = constrain(tree, [request.grammar for request in requests])
+        accepted = self._accept(requests, tree, Verdict(logits[:, None], None), noise, allowed)
         seconds.lap("accept")
         committed, kept = [request.prompt for request in requests], list[int | None]([None] * len(requests))
         joined = Step(self.target, requests, kept, committed, accepted.path, tree, logits[:, None], features)
@@ -180,7 +183,8 @@ class Batch:
         """
         assert self.session is not None
         depths, most = [room - 1 for room in step.room], max(limits)
-        if not (waits(tree.tokens) and self.target.backend.waits) or self.target.is_recurrent:
+        is_read = self.target.is_recurrent or any(request.grammar for request in step.requests)
+        if is_read or not (waits(tree.tokens) and self.target.backend.waits):
             tree = tree.to(torch.device("cpu"))
             with self.drafting.checking():
                 tree.check(len(depths), most, self.target.vocabulary, step.bonus)
@@ -192,18 +196,20 @@ class Batch:
 
     def _find_sampling(self, requests: Sequence[Request]) -> Sampling | None:
         """How all rows choose tokens, if a graph can do it; None otherwise."""
-        if self.rule is not accept or requests[0].sampling.processors:
+        if self.rule is not accept or any(each.sampling.processors or each.grammar for each in requests):
             return None
         groups = group_rows([request.sampling for request in requests])
         return groups[0][0] if len(groups) == 1 else None
 
-    def _accept(self, requests: list[Request], tree: Tree, verdict: Verdict, noise: Upload) -> Accepted:
-        """What is accepted of each row's tree."""
+    def _accept(
+        self, requests: list[Request], tree: Tree, verdict: Verdict, noise: Upload, allowed: dict[int, Tensor]
+    ) -> Accepted:
+        """What is accepted of each row's tree. allowed: by grammars, as `constrain` returns it."""
         if verdict.packed is not None:
             return unpack(verdict.packed)
         texts = {request.request_id: request.sequence for request in requests}
         samplings = [request.sampling for request in requests]
-        return accept_rows(self.rule, tree, verdict.logits, samplings, texts, noise)
+        return accept_rows(self.rule, tree, forbid(verdict.logits, allowed), samplings, texts, noise)
 
     def _deliver(self, step: Step, accepted: Accepted, seconds: Seconds) -> list[Chunk]:
         """Add a pass's tokens to the answers. Returns a chunk per row."""
@@ -213,7 +219,9 @@ class Batch:
         chunks = []
         for row, (request, chunk, size) in enumerate(found):
             stats = Stats(1, len(chunk.tokens), size - 1, [1] * chunk.drafted, seconds)
-            chunk = replace(chunk, stats=stats)
+            sources = self.drafting.credit(request.request_id, chunk.tokens[: chunk.drafted]) if chunk.drafted else []
+            sources += [""] * (len(chunk.tokens) - len(sources))
+            chunk = replace(chunk, stats=stats, sources=sources)
             if request.log_probs is not None:
                 nodes = accepted.path[row][: len(chunk.tokens)]  # a token was chosen after each
                 told = find_log_probs(step.logits[row, nodes], chunk.tokens, request.log_probs)

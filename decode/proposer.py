@@ -158,7 +158,7 @@ class Proposer(Protocol):
     """Anything that drafts. The loop needs these two members only.
 
     A proposer may keep state between steps, so it serves one stream at a time. It is called in torch's inference mode.
-    It may have five more members:
+    It may have six more members:
     adaptive: True for trees that are sized by `Target.cost_after`. The loop measures it before the first token, and
     corrects it by what steps take.
     sampled: True if its draft tokens are sampled, so that logits processors see tokens that are rejected later.
@@ -168,6 +168,8 @@ class Proposer(Protocol):
     finish(request_id, tokens, accepted): lets the proposer learn from a request's last tree, which no later step has.
     It is called when a request ends after a draft. tokens: the new tokens of the last step; the first `accepted` of
     them are draft tokens.
+    credit(request_id, tokens): the name of what drafted each accepted token of a request's last tree. Without it, all
+    are credited to the proposer.
     """
 
     @property
@@ -184,7 +186,7 @@ class Proposer(Protocol):
         ...
 
 
-OPTIONAL: dict[str, Any] = {"adaptive": False, "sampled": False, "begin": None, "fuse": None, "finish": None}
+OPTIONAL: dict[str, Any] = {"adaptive": False, "sampled": False} | dict.fromkeys(("begin", "fuse", "finish", "credit"))
 # Who drafts with a proposer, by its id, which its user keeps valid. A proposer serves the one that began last.
 _USERS: WeakValueDictionary[int, Drafting] = WeakValueDictionary()
 
@@ -207,6 +209,7 @@ class Drafting:
             begin(target)
         self.layers, self.adaptive = proposer.layers, find_member(proposer, "adaptive")
         self.fuse, self.finish = find_member(proposer, "fuse"), find_member(proposer, "finish")
+        self._credit = find_member(proposer, "credit")
         last = target.config.num_hidden_layers
         if outside := [layer for layer in self.layers if not -last - 1 <= layer <= last]:
             has = f"{self.name}.layers has {outside[0]}"
@@ -239,6 +242,12 @@ class Drafting:
                 raise ValueError(f"{kind}; return a Tree with a row for each request, for example {TREE_CALL}")
             tree.check_shapes(len(step.requests), step.target.vocabulary)
         return tree
+
+    def credit(self, request_id: int, tokens: Sequence[int]) -> list[str]:
+        """The name of what drafted each accepted token of a request's last tree."""
+        if self._credit is not None:
+            return self._credit(request_id, tokens)
+        return [self.name.removesuffix("Proposer").lower()] * len(tokens)
 
     @contextmanager
     def checking(self) -> Iterator[None]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
+from decode.grammars.grammar import AnyGrammar, make_matchers
+from decode.grammars.matcher import Constraint
 from decode.models.facts import MAX_TREE_SLOTS
 from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs, Stats
 from decode.requests.detokenizer import TextStream, decode, find_special, read_stop
@@ -44,6 +47,7 @@ class Request:
     text: makes text of new tokens; None makes none. sampling: how its tokens are chosen.
     nodes: of its trees at most, root included; 1: no draft tokens.
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
+    grammar: what its answer must look like; None: anything.
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
     is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. driver: its engine.
     call: the `generate` call of transformers that it belongs to (`decode.hf.call`).
@@ -57,6 +61,7 @@ class Request:
     sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
     nodes: int = MAX_TREE_SLOTS
     log_probs: int | None = None
+    grammar: Constraint | None = None
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
     finish: str | None = None
@@ -114,13 +119,15 @@ class Request:
         pieces: list[str] = []
         for token in (*drafted, bonus):
             if token == NO_TOKEN:
-                self._fail(getattr(self.sampling.processors, "error", None) or FloatingPointError(NO_NUMBERS))
+                self._fail(self._find_error())
                 break
             self.sequence.append(token)
             tokens.append(token)
             try:
                 if self.text is not None:
                     pieces.append(self.text.push(token))
+                if self.grammar is not None:
+                    self.grammar.take(token)
                 self.finish = self._end(token)
             except Exception as error:  # of the tokenizer or the criterion
                 self._fail(error)
@@ -130,6 +137,11 @@ class Request:
             pieces += self._finish_text()
         self._pieces += pieces
         return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
+
+    def _find_error(self) -> Exception:
+        """Why no token could be chosen."""
+        errors = getattr(self.sampling.processors, "error", None), self.grammar and self.grammar.find_error()
+        return errors[0] or errors[1] or FloatingPointError(NO_NUMBERS)
 
     def _fail(self, error: Exception) -> None:
         self.finish, self.exception = "error", error
@@ -185,6 +197,8 @@ class Request:
             return "eos"
         if self.text is not None and self.text.stopped:
             return "stop"
+        if self.grammar is not None and self.grammar.is_complete:
+            return "grammar"
         # A copy: what the criterion does to its list is its own.
         if self.limits.criterion is not None and self.limits.criterion(self.request_id, [*self.sequence]):
             return "criterion"
@@ -207,6 +221,7 @@ def read_requests(
     nodes: int | None = None,
     text: bool = True,
     log_probs: int | None = None,
+    grammar: AnyGrammar = None,
     is_alone: bool = False,
     sampled: bool = False,
 ) -> list[Request]:
@@ -233,14 +248,16 @@ def read_requests(
     processors = sampling.processors
     if isinstance(processors, Sequence) and not is_alone:
         [*map(copy_processor, processors)]  # refuses what cannot be copied
+    make = None if grammar is None else make_matchers(grammar, target.tokenizer, target.vocabulary, target.stop_ids)
     requests = []
     for request_id, prompt in zip(ids, encoded, strict=True):
         if processors:
             numbers = len(prompt), ends, limits.max_new_tokens
-            own = RequestProcessors(processors, *numbers, is_alone=is_alone, sampled=sampled)
-            sampling = replace(sampling, processors=own)
+            made = RequestProcessors(processors, *numbers, is_alone=is_alone, sampled=sampled)
+            sampling = replace(sampling, processors=made)
         stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
-        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes, log_probs))
+        own = None if make is None else Constraint(partial(make, request_id), target.vocabulary)
+        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes, log_probs, own))
     return requests
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from decode.arguments import naming_arguments
 from decode.engine import WHOLE, Engine
 from decode.given_proposer import check_proposer
+from decode.grammars.grammar import AnyGrammar
 from decode.proposer import Proposer, find_member
 from decode.request import NODES, Request, read_requests
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
@@ -37,6 +38,7 @@ def stream(
     nodes: int | None = NODES,
     text: bool = True,
     log_probs: int | None = None,
+    grammar: AnyGrammar = None,
     lossy_typical_acceptance: bool = False,
 ) -> Iterator[Chunk]:
     """What each step adds to each answer, as chunks.
@@ -56,13 +58,16 @@ def stream(
     text: whether chunks carry text in addition to tokens.
     log_probs: chunks and answers have the model's log-probability of each token, and of the `log_probs` most likely
     ones there; None: none.
+    grammar: what each answer must look like: a JSON schema (a dict, a pydantic model or a file), "json", a compiled
+    regular expression, a Lark grammar, a `Grammar`, or a function that makes a `Matcher` from a request id. An answer
+    that is complete ends with "grammar". None: anything.
     lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
     the distribution of answers. A request ends with "error", its tokens so far and a line in `Answer.error`, and the
-    others go on, if its logits or processed scores are NaN or infinite or forbid every token, if its logits processor
-    or criterion raises an error, or if there is no memory for its prompt. Raises ValueError for settings out of range
-    and prompts that do not fit, and TypeError for arguments of another kind, before any work is done.
+    others go on, if its logits or processed scores are NaN or infinite or forbid every token, if its logits processor,
+    criterion or grammar raises an error, or if there is no memory for its prompt. Raises ValueError for settings out of
+    range and prompts that do not fit, and TypeError for arguments of another kind, before any work is done.
     """
     check_target(target, prompts, "stream(target, {})")
     check_proposer(proposer)
@@ -81,6 +86,7 @@ def stream(
         nodes=nodes,
         text=text,
         log_probs=log_probs,
+        grammar=grammar,
         is_alone=len(listed) == 1,
         sampled=find_member(proposer, "sampled"),
     )

@@ -31,6 +31,7 @@ NEWS = 0.3  # the share of a drafter's levels that name the right token better t
 MEMORY = 0.97  # weight of what was learned before, per accepted node
 # Rows whose trees grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
 Growth: TypeAlias = tuple[float, Sequence[int]]
+ASSUMED = "assumed"  # who drafted a token that only a source's `assume` named
 PARTS = 10  # a drafter's probabilities are counted alike in so many parts
 
 
@@ -98,12 +99,7 @@ class MergedProposer:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
         trees = [
-            GrowingTree(
-                root, request_id, self.sources, self.counts, self._trusts, least, room - 1, stop_ids, step.target
-            )
-            for root, request_id, room, stop_ids in zip(
-                step.bonus, step.request_ids, step.room, step.stop_ids, strict=True
-            )
+            GrowingTree(each, self.sources, self.counts, self._trusts, least, step.target) for each in step.requests
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         if self.drafter is None or most == 1:
@@ -158,6 +154,11 @@ class MergedProposer:
     def finish(self, request_id: int, tokens: Sequence[int], accepted: int) -> None:
         """Learn from a request's last tree. Arguments as in `decode.Proposer`."""
         self._learn(self._trees.pop(request_id).learn(tokens), accepted)
+
+    def credit(self, request_id: int, tokens: Sequence[int]) -> list[str]:
+        """The names of the sources that were most confident of accepted tokens. Arguments as in `decode.Proposer`."""
+        nodes = self._trees[request_id].follow(tokens)
+        return [self._names[node.best] if node.best >= 0 else ASSUMED for node in nodes]
 
     def _learn(self, followed: Sequence[tuple[GrowingNode, int]], accepted: int) -> None:
         """Learn whose tokens were accepted, and how often the drafter's continuations are news.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import BooleanOptionalAction
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from training.conversations import Conversation
 from training.rendering import Renderer
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-SETTINGS = ("batch_size", "max_new_tokens", "stop", "nodes", "lossy_typical_acceptance")
+SETTINGS = ("batch_size", "max_new_tokens", "stop", "nodes", "grammar", "lossy_typical_acceptance")
 PROMPT_FILE_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line (docs/training.md
 has the formats); any other file, or - for standard input, is one plain-text prompt"""
 CHAT_HELP = """put prompts into the model's chat template, or leave them as they are (default: if it has a template)"""
 MIN_P_HELP = "sample from tokens at least P times as probable as the most likely one"
+GRAMMAR_HELP = """what each answer must look like: "json", a JSON schema (a .json file), a Lark grammar (a .lark file)
+or a /regular expression/"""
 LOSSY_HELP = """CHANGES THE TEXT at temperatures above 0: accept draft tokens that are merely plausible (Medusa's
 rule)"""
 EPILOG = """\
@@ -44,8 +47,9 @@ the others continue, and the exit status is 1. A prompt whose logits are NaN or 
 others continue, and the exit status is 2.
 
 With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (number), tokens
-(ids, end token included), text, finish (eos, stop, length, context or error), steps (forward passes of the model), tau
-(tokens per step), tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead), seconds.
+(ids, end token included), text, finish (eos, stop, grammar, length, context or error), steps (forward passes of the
+model), tau (tokens per step), tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead),
+seconds.
 """
 
 
@@ -109,10 +113,20 @@ def make_parser() -> Parser:
     add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens only")
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the top-p nucleus only")
     add("--min-p", type=float, default=0.0, metavar="P", help=MIN_P_HELP)
+    add("--grammar", type=read_grammar, metavar="G", help=GRAMMAR_HELP)
     add("--lossy-typical-acceptance", action="store_true", help=LOSSY_HELP)
     add("--seed", type=int, default=0, metavar="N", help="same seed, same text (default: %(default)s)")
     add("--batch-size", type=whole, default=1, metavar="N", help="prompts at a time (default: 1)")
     return parser
+
+
+def read_grammar(text: str) -> Any:
+    """A grammar on the command line, as `decode.stream` takes it."""
+    if text[0] == text[-1] == "/" and len(text) > 2:
+        return re.compile(text[1:-1])
+    if text != "json" and not text.endswith((".json", ".lark")):
+        raise ValueError(text)
+    return text if text == "json" else Path(text)
 
 
 def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> list[int]:

@@ -26,9 +26,11 @@ KEY = "DRAFTLESS_API_KEY"
 HOST_HELP = "the address that is listened to; 0.0.0.0 lets other machines in (default: %(default)s)"
 KEY_HELP = f"what clients must send as a bearer token (default: ${KEY}; if that is not set, none)"
 QUEUE_HELP = "requests that may wait besides those that are decoded; further ones get status 429 (default: %(default)s)"
+KEPT_HELP = "memory for texts that have ended: one that begins alike is not read again (default: 256 MiB)"
 GRACE_HELP = "seconds that running answers have after SIGTERM or Ctrl-C (default: %(default)s)"
 EPILOG = """\
-The routes are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics (docs/serve.md).
+The routes are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics; / is a page to chat on
+(docs/serve.md).
 """
 
 
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             target = load_target(model)
             if target.tokenizer is None:
                 raise ValueError("the model has no tokenizer; a server needs one")
-            engine = Engine(target, make_proposer(args, target, None), rows=args.rows)
+            engine = Engine(target, make_proposer(args, target, None), rows=args.rows, kept_bytes=args.kept_bytes)
             target.warm_up(args.rows)
             api_key = args.api_key or os.environ.get(KEY) or None  # an empty one is none
             run(engine, args.name or model.name, api_key, args.queue, args.grace, place)
@@ -61,6 +63,7 @@ def make_parser() -> Parser:
     add("--api-key", metavar="KEY", help=KEY_HELP)
     add("--rows", type=whole, default=8, metavar="N", help="requests that are decoded together (default: %(default)s)")
     add("--queue", type=at_least(0), default=64, metavar="N", help=QUEUE_HELP)
+    add("--kept-bytes", type=at_least(0), default=1 << 28, metavar="N", help=KEPT_HELP)
     add("--grace", type=at_least(0), default=10, metavar="S", help=GRACE_HELP)
     add_model_options(parser)
     add_proposer_options(parser)

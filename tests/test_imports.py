@@ -22,7 +22,7 @@ MAY_IMPORT = {
 }
 # Of `decode`'s folders, from the bottom: each imports those before it. "decode" is the core.
 LAYERS = ["decode/devices", "decode/requests", "decode/weights", "decode/weights/gguf", "decode/models"]
-LAYERS += ["decode/trees", "decode", "decode/cpu", "decode/cuda", "decode/hf"]
+LAYERS += ["decode/trees", "decode/grammars", "decode", "decode/cpu", "decode/cuda", "decode/hf"]
 FILES = {
     path.relative_to(ROOT): path.read_text(encoding="utf-8")
     for package in MAY_IMPORT

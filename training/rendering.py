@@ -259,8 +259,12 @@ class Renderer:
                 raise ValueError(f"{giver} gives {name!r}, which is no option of a chat template")
             if not self.has_template:
                 raise ValueError(f"{giver} gives {name!r}, which needs a chat template, and there is none")
-            if not re.search(rf"\b{re.escape(name)}\b", self._sources):
+            if not self.takes(name):
                 raise ValueError(f"{giver} gives {name!r}, which this model's chat template does not take")
+
+    def takes(self, name: str) -> bool:
+        """Whether the chat template mentions an argument or a message's key."""
+        return self.has_template and re.search(rf"\b{re.escape(name)}\b", self._sources) is not None
 
     @cached_property
     def _sources(self) -> str:

@@ -19,6 +19,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from decode.costs import Costs
 from decode.devices.cost_curve import CostCurve
 from decode.given_proposer import as_proposer, check_proposer
+from decode.grammars.grammar import AnyGrammar, make_matchers
 from decode.hf.arguments import (
     drop_ignored,
     find_generate_argument,
@@ -55,6 +56,7 @@ def speculate(
     accelerate: str = "off",
     deterministic: bool | CostCurve = False,
     stop_strings: str | list[str] | None = None,
+    grammar: AnyGrammar = None,
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """Generate with draft tokens; pass it as `model.generate(..., custom_generate=speculate)`.
@@ -62,9 +64,9 @@ def speculate(
     Returns what transformers would return: the same tokens under greedy decoding, the same distribution under sampling,
     reproducible by `torch.manual_seed`. Rows also end at the model's context length.
 
-    proposer, nodes: as in `decode.stream`. accelerate, deterministic: as in `Target`. The accelerated copy is kept
-    until the model's weights or adapters change (`Target.read_version`). Hooks that are added later are not noticed.
-    The model is tested once and never changed.
+    proposer, nodes, grammar: as in `decode.stream`; a grammar needs `tokenizer`, as `stop_strings` do. accelerate,
+    deterministic: as in `Target`. The accelerated copy is kept until the model's weights or adapters change
+    (`Target.read_version`). Hooks that are added later are not noticed. The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
     A single row has the objects themselves. In a batch each row has a deep copy of yours, with its own row of the
@@ -102,6 +104,9 @@ def speculate(
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
+    ends = [token for token in stop_ids if 0 <= token < target.vocabulary]  # a model's -1 means none
+    if grammar is not None:
+        grammar = make_matchers(grammar, tokenizer, target.vocabulary, frozenset(ends))
     # With `output_scores`, processors are called a second time, so a single row's need a copy of their own.
     copies = len(input_ids) == 1 and returns_more and generation_config.output_scores
     first = LogitsProcessorList([*map(copy_processor, logits_processor)]) if copies else logits_processor
@@ -110,10 +115,11 @@ def speculate(
         prompts.tokens,
         sampling=make_sampling(generation_config, logits_processor, prompts),
         max_new_tokens=max_new_tokens,
-        stop_ids=[token for token in stop_ids if 0 <= token < target.vocabulary],  # a model's -1 means none
+        stop_ids=ends,
         criterion=make_criterion(criteria, prompts) if criteria else None,
         nodes=nodes,
         text=False,
+        grammar=grammar,
         is_alone=len(input_ids) == 1,
         sampled=find_member(proposer, "sampled"),
     )

@@ -120,11 +120,12 @@ class Chunk:
 
     request_id: whose answer. tokens: the new token ids. drafted: how many of them, the first ones, are accepted draft
     tokens.
+    sources: of each token, the name of what drafted it; "" for the model's own.
     pieces: the text that each token completed; at the end of an answer also the text held back.
     stats: counts and times of this step. log_probs: of each token, if asked for. answer: the whole answer, once it is
     finished.
-    finish: why the answer ended: "eos", "stop", "length", "context", "criterion", "cancelled" or "error"; None: it goes
-    on.
+    finish: why the answer ended: "eos", "stop", "grammar" (it is complete), "length", "context", "criterion",
+    "cancelled" or "error"; None: it goes on.
     """
 
     request_id: int
@@ -134,6 +135,7 @@ class Chunk:
     finish: str | None
     stats: Stats = field(default_factory=Stats)
     log_probs: list[LogProbs] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     answer: Answer | None = None
 
     @property

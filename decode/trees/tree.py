@@ -144,10 +144,13 @@ class Tree:
         """Only the nodes at most `depths[b]` deep in row b, in their order. limits: the depths on the tree's device."""
         if min(depths) >= self.height:
             return self
-        device = self.tokens.device
-        limits = torch.tensor(depths).to(device) if limits is None else limits
-        inside = self.real & (self.depth <= limits[:, None])  # [B, N]
-        sizes = inside.sum(dim=1)
+        limits = torch.tensor(depths).to(self.tokens.device) if limits is None else limits
+        kept = self.keep(self.real & (self.depth <= limits[:, None]))
+        return replace(kept, height=min(kept.height, max(depths)))
+
+    def keep(self, inside: Tensor) -> Tree:
+        """Only some nodes [B, N] bool, in their order. The parent of each must be among them."""
+        device, sizes = self.tokens.device, inside.sum(dim=1)
         # A narrower tree is a shorter pass, but on a GPU reading its width would synchronize.
         width = self.width if waits(sizes) else int(sizes.max())
         order = torch.sort(inside.int(), dim=1, descending=True, stable=True).indices[:, :width]
@@ -160,7 +163,7 @@ class Tree:
             tokens=self.tokens.gather(1, order),
             parents=torch.where(has_parent, parents, -1),
             sizes=sizes,
-            height=min(self.height, max(depths), width - 1),
+            height=min(self.height, width - 1),
             q=None if self.q is None else self.q.take_along_dim(order[:, :, None], dim=1),
             scores=None if self.scores is None else self.scores.gather(1, order),
         )

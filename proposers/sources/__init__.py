@@ -3,20 +3,23 @@
 from collections.abc import Callable
 
 from proposers.sources.answer_store import AnswerStore, StoredSource
+from proposers.sources.grammar import GrammarSource
 from proposers.sources.lookahead import LookaheadSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
 from proposers.sources.suffix import SuffixAutomaton, SuffixSource
 
-SOURCES: dict[str, Callable[[], Source]] = {  # those that need the target's text and logits alone, by name
+SOURCES: dict[str, Callable[[], Source]] = {  # those that need no training, by name
     "suffix": SuffixSource,
     "recycling": RecyclingSource,
+    "grammar": GrammarSource,
 }
 
 __all__ = [
     "SOURCES",
     "AnswerStore",
     "Continuation",
+    "GrammarSource",
     "LookaheadSource",
     "Place",
     "RecyclingSource",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import Any, TypeAlias
 
-from decode import Target
+from decode import Request, Target
 from proposers.sources.source import Named, Source
 
 LEARNED_WEIGHT = 30.0  # continuations of a kind that a source's own estimate counts for
@@ -40,7 +40,10 @@ class Trust:
 class GrowingNode:
     """A node of a growing tree."""
 
-    __slots__ = ("best", "depth", "likely", "named", "number", "p", "parent", "path", "serial", "states", "token")
+    __slots__ = (
+        *("allowed", "best", "depth", "draft", "likely", "named", "number", "p", "parent", "path", "serial"),
+        *("states", "token"),
+    )
 
     def __init__(self, token: int, parent: GrowingNode | None, serial: int) -> None:
         self.token, self.parent, self.serial = token, parent, serial
@@ -51,6 +54,8 @@ class GrowingNode:
         self.states: list[Any] = []
         self.named: list[tuple[int, Iterable[Named]]] | None = None  # by source; None: none was asked yet
         self.likely: dict[int, tuple[float, int]] = {}  # by next token: its probability after this node, and `best`
+        self.draft: tuple[int, ...] = ()  # with a grammar: the draft tokens up to it
+        self.allowed: Any = None  # by next token, if a grammar forbids some
         self.path = -1  # of a source that drafts level by level: the place in its last level
 
     @property
@@ -65,32 +70,31 @@ class GrowingTree:
     Of several sources that name a token the most confident one is believed: they often have the same reason, so that
     adding up would be too confident. Nodes do not refer to their children, so that no garbage collection is needed.
 
-    counts, trusts: of each source, what was learned of it. least: the smallest probability of a node. deepest: the
-    depth below which there are no nodes. stop_ids: tokens after which there are none. target: tokens outside of its
-    vocabulary, as of a damaged store, are ignored; if it keeps a recurrent state, the tree is a chain.
+    request: its text ends with the root. There are no nodes deeper than it has room for, nor after a token that ends
+    it, nor such that its grammar forbids.
+    counts, trusts: of each source, what was learned of it. least: the smallest probability of a node. target: tokens
+    outside of its vocabulary, as of a damaged store, are ignored; if it keeps a recurrent state, the tree is a chain.
     """
 
     def __init__(
         self,
-        root: int,
-        request_id: int,
+        request: Request,
         sources: Sequence[Source],
         counts: Sequence[Kinds],
         trusts: Sequence[Trust],
         least: float,
-        deepest: int,
-        stop_ids: Container[int] = (),
         target: Target | None = None,
     ) -> None:
         self.sources, self.counts, self.trusts = sources, counts, trusts
         self._shares = [trust.share for trust in trusts]
-        self.least, self.deepest, self.stop_ids = least, deepest, stop_ids
+        self.least, self.deepest = least, request.room - 1
+        self.stop_ids, self.grammar = request.limits.stop_ids, request.grammar
         self.vocabulary = inf if target is None else target.vocabulary
         self.is_chain = target is not None and target.is_recurrent
-        self.root = GrowingNode(root, None, 0)
-        self.root.states = [source.start(request_id) for source in sources]
+        self.root = GrowingNode(request.sequence[-1], None, 0)
+        self.root.states = [source.start(request.request_id) for source in sources]
         self.nodes = [self.root]
-        self._made = {(-1, root): self.root}  # by the parent's serial number and the token
+        self._made = {(-1, self.root.token): self.root}  # by the parent's serial number and the token
 
     def grow(self, most: int) -> Iterator[float]:
         """Let the tree grow from its root again, to at most `most` nodes: by the most likely node with each `next`.
@@ -141,12 +145,21 @@ class GrowingTree:
             if counts is not None:  # what became of such continuations
                 p = (counts[0] + LEARNED_WEIGHT * p) / (counts[1] + LEARNED_WEIGHT)
             p = min(1.0, p * share)
-            if p >= least and 0 <= token < self.vocabulary and (token not in likely or p > likely[token][0]):
+            if p < least or not 0 <= token < self.vocabulary or (token in likely and p <= likely[token][0]):
+                continue
+            if node.allowed is None or (len(node.allowed) and node.allowed[token]):
                 likely[token] = p, source
 
     def find_continued(self, depth: int) -> list[GrowingNode]:
         """The nodes of a depth whose parents a drafter has continued, the most likely first."""
         return [node for node in self.nodes if node.depth == depth and node.parent and node.parent.path >= 0]
+
+    def follow(self, tokens: Iterable[int]) -> list[GrowingNode]:
+        """The nodes of accepted tokens after the root."""
+        nodes = [self.root]
+        for token in tokens:
+            nodes.append(self._made[nodes[-1].serial, token])
+        return nodes[1:]
 
     def learn(self, tokens: Sequence[int]) -> list[tuple[GrowingNode, int]]:
         """Count which continuations were right. tokens: those accepted after the root, then the bonus token.
@@ -154,7 +167,7 @@ class GrowingTree:
         Returns the accepted nodes, root first, each with the source that was most confident of the next token, or -1.
         """
         node: GrowingNode | None = self.root
-        accepted = []
+        self.grammar, accepted = None, []  # it has gone on
         for token in tokens:
             if node is None:
                 break
@@ -190,5 +203,9 @@ class GrowingTree:
         if node.parent is not None:
             pairs = zip(self.sources, node.parent.states, strict=True)
             node.states = [source.follow(state, node.token) for source, state in pairs]
+        if self.grammar is not None:
+            node.draft = () if node.parent is None else (*node.parent.draft, node.token)
+            allowed = self.grammar.find_allowed(node.draft)
+            node.allowed = () if allowed is None else allowed.numpy()
         for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
             self.add(node, number, source.continuations(state))

@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
@@ -28,6 +29,7 @@ from draftless_commands.server.errors import BodyLimit, Refusal, read_faults
 from draftless_commands.server.fields import ChatFields, TextFields
 from draftless_commands.server.metrics import Metrics, Watch
 from draftless_commands.server.replies import ChatReply, Reply, TextReply
+from draftless_commands.server.tools import ToolReader, write_tools
 from training.conversations import read_conversation
 from training.rendering import Renderer
 
@@ -60,7 +62,7 @@ class Server:
         reply = await asyncio.to_thread(self._add, fields)
         self._drive()
         if fields.stream:
-            events, end = self._stream(reply, fields.has_usage), BackgroundTask(self._abandon, reply.requests)
+            events, end = self._stream(reply), BackgroundTask(self._abandon, reply.requests)
             return StreamingResponse(events, media_type="text/event-stream", background=end)
         whole, gone = asyncio.ensure_future(self._finish(reply.requests)), asyncio.ensure_future(wait_until_gone(http))
         await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +77,7 @@ class Server:
 
     def _add(self, fields: ChatFields | TextFields) -> Reply:
         """Encode the prompts and add their requests. Raises Refusal for what cannot be answered."""
-        choices, make = fields.n or 1, ChatReply if isinstance(fields, ChatFields) else TextReply
+        choices = fields.n or 1
         requests: list[Request] = []
         try:
             with self._adding:  # tokenizers are not for several threads
@@ -85,12 +87,18 @@ class Server:
                     settings = fields.read_settings(len(prompt), self.target.vocabulary)
                     if settings["max_new_tokens"] is None:
                         room = self.target.context - len(prompt)
-                        settings["max_new_tokens"] = room if make is ChatReply else min(TEXT_TOKENS, room)
+                        settings["max_new_tokens"] = room if isinstance(fields, ChatFields) else min(TEXT_TOKENS, room)
                     requests += self.engine.add(prompt, n=choices, noise_id=number * choices, **settings)
                     self.metrics.prompts.inc(len(prompt))
         except (ValueError, TypeError) as error:  # of the first prompt: the others have the same settings
             raise Refusal(400, str(error)) from error
-        return make(self.name, self.target.tokenizer, requests, choices)
+        tokenizer, told = self.target.tokenizer, (fields.has_usage, fields.has_sources)
+        if not isinstance(fields, ChatFields):
+            return TextReply(self.name, tokenizer, requests, choices, *told)
+        tools, readers = fields.given_tools, list[ToolReader]()
+        if tools:
+            readers = [ToolReader(tokenizer, request.prompt, tools, fields.forced) for request in requests]
+        return ChatReply(self.name, tokenizer, requests, choices, *told, readers=readers)
 
     def _check_room(self, new: int) -> None:
         """Raise Refusal if the queue has no room for so many requests."""
@@ -105,7 +113,8 @@ class Server:
         if isinstance(fields, ChatFields):
             if fields.messages[-1].get("role") == "assistant":
                 raise Refusal(400, "the last message is the assistant's; there is nothing to answer", "messages")
-            encoded = [self.renderer.encode(read_conversation(fields.conversation, "messages", answered=False))]
+            row = fields.conversation if self.renderer.takes("tools") else write_tools(fields.conversation)
+            encoded = [self.renderer.encode(read_conversation(row, "messages", answered=False))]
         else:
             tokenizer = self.target.tokenizer
             encoded = [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in fields.prompts]
@@ -120,20 +129,20 @@ class Server:
                 raise Refusal(400, reason, code="context_length_exceeded")
         return encoded
 
-    async def _stream(self, reply: Reply, has_usage: bool) -> AsyncIterator[str]:
+    async def _stream(self, reply: Reply) -> AsyncIterator[str]:
         try:
-            for event in reply.begin(has_usage):
+            for event in reply.begin():
                 yield event
             async with aclosing(self._follow(reply.requests)) as chunks:
                 async for index, chunk in chunks:
                     if chunk.finish is not None:
                         check_end(reply.requests[index])
-                    if chunk.text or chunk.finish or chunk.log_probs:
-                        yield reply.go_on(index, chunk, has_usage)
+                    if chunk.text or chunk.finish or chunk.log_probs or reply.has_sources:
+                        yield reply.go_on(index, chunk)
         except Exception as error:  # the status is sent already
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
             yield reply.write(refusal.body)
-        for event in reply.end(has_usage):
+        for event in reply.end():
             yield event
 
     async def _finish(self, requests: Sequence[Request]) -> None:
@@ -235,6 +244,10 @@ def make_app(server: Server, most_bytes: int = 2 << 20) -> FastAPI:
         if name != server.name:
             raise server.refuse_model(name)
         return describe(server)
+
+    @app.get("/")
+    async def show_page() -> FileResponse:
+        return FileResponse(Path(__file__).with_name("page.html"))
 
     @app.get("/health")
     async def tell_health() -> Response:

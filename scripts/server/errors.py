@@ -34,7 +34,11 @@ def read_faults(faults: Any) -> Refusal:
     place = ".".join(str(part) for part in fault["loc"] if part != "body")
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON ({fault.get('ctx', {}).get('error', fault['msg'])})")
-    message = "there is no such field, or it is not supported" if fault["type"] == "extra_forbidden" else fault["msg"]
+    message = (
+        "there is no such field, or it is not supported"
+        if fault["type"] == "extra_forbidden"
+        else fault["msg"].removeprefix("Value error, ")
+    )
     return Refusal(400, f"{place}: {message}" if place else message, place or None)
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from decode import Sampling
+from draftless_commands.server.grammars import (
+    Part,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    write_call_schema,
+)
 from draftless_commands.server.penalties import make_processors
 
 Count = Annotated[int, Field(ge=1)]
@@ -19,16 +28,15 @@ Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True, min_length=1)]  # the first bad item is told, not each
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class StreamOptions(Part):
     include_usage: bool | None = None
+    include_sources: bool | None = None  # beyond OpenAI's: each token's text, and the source that drafted it
 
 
-class Fields(BaseModel):
+class Fields(Part):
     """What a request for chat and one for text have in common. None stands for a default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str | None = None
     stream: bool | None = None
@@ -48,6 +56,7 @@ class Fields(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     nodes: Count | None = None
+    structured_outputs: StructuredOutputs | None = None  # as vLLM's
 
     def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
         """What `Engine.add` is given besides a prompt of so many tokens. OpenAI's default temperature is 1.
@@ -63,18 +72,33 @@ class Fields(BaseModel):
             seed=secrets.randbits(62) if self.seed is None else self.seed,
         )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        return {"sampling": sampling, "max_new_tokens": self.max_tokens, "stop": stop, "nodes": self.nodes}
+        limits = {"max_new_tokens": self.max_tokens, "stop": stop, "nodes": self.nodes}
+        return {"sampling": sampling, "grammar": self.find_grammar(), **limits}
+
+    def find_grammar(self) -> Any:
+        """What the answer must look like; None: anything. Raises ValueError for what cannot be read."""
+        return self.structured_outputs and self.structured_outputs.read()
 
     @property
     def has_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def has_sources(self) -> bool:
+        """Whether a stream tells where its tokens come from."""
+        return self.stream_options is not None and bool(self.stream_options.include_sources)
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: Literal["text"]
+def read_call(call: Any) -> Any:
+    """A tool call of a message, with its arguments as an object. Raises ValueError for another form."""
+    try:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return {**call, "function": {"name": name, "arguments": arguments}}
+    except (ValueError, TypeError, KeyError) as error:
+        form = '{"function": {"name": ..., "arguments": "{...}"}}'
+        raise ValueError(f"messages: a tool call is {form} ({type(error).__name__}: {error})") from error
 
 
 class ChatFields(Fields):
@@ -85,6 +109,9 @@ class ChatFields(Fields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Listed[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # as vLLM's: options of the model's chat template
 
     def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
@@ -94,6 +121,43 @@ class ChatFields(Fields):
         told = (self.top_logprobs or 0) if self.logprobs else None
         return super().read_settings(prompt, vocabulary) | {"max_new_tokens": most, "log_probs": told}
 
+    def find_grammar(self) -> Any:
+        asked = {
+            "structured_outputs": super().find_grammar(),
+            "response_format": self.response_format and self.response_format.grammar,
+            "tool_choice": self._write_calls(),
+        }
+        given = {name: grammar for name, grammar in asked.items() if grammar is not None}
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; an answer can fit one of them")
+        return next(iter(given.values()), None)
+
+    def _write_calls(self) -> dict[str, Any] | None:
+        """The schema of the calls that must be made; None if none must be."""
+        if self.tools is None:
+            if self.tool_choice not in (None, "none"):
+                raise ValueError("tool_choice needs tools")
+            return None
+        if isinstance(self.tool_choice, ToolChoice):
+            tools = {tool.function.name: tool for tool in self.tools}
+            if self.forced not in tools:
+                raise ValueError(f"tool_choice is {self.forced!r}, which is none of the tools")
+            return tools[self.forced].arguments
+        return write_call_schema(self.tools, self.parallel_tool_calls is not False) if self.forced == "" else None
+
+    @property
+    def forced(self) -> str | None:
+        """The tool that must be called; "": any one; None: none must be."""
+        if isinstance(self.tool_choice, ToolChoice):
+            return self.tool_choice.function.name
+        return "" if self.tool_choice == "required" else None
+
+    @property
+    def given_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        tools = self.tools if self.tools is not None and self.tool_choice != "none" else []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
     @property
     def prompts(self) -> list[Any]:
         """The one prompt, as the others have it."""
@@ -102,14 +166,21 @@ class ChatFields(Fields):
     @property
     def conversation(self) -> dict[str, Any]:
         """The messages as a row of `training.conversations`."""
-        row: dict[str, Any] = {"messages": [self._read(each) for each in self.messages]}
+        row: dict[str, Any] = {"messages": [self._read(each) for each in self.messages], "tools": self.given_tools}
         return row | ({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {})
 
     @staticmethod
     def _read(message: dict[str, Any]) -> dict[str, Any]:
-        """A message without keys that are None; "developer" is OpenAI's newer word for "system"."""
+        """A message as chat templates read it: without keys that are None, with a call's arguments as an object.
+
+        "developer" is OpenAI's newer word for "system".
+        """
         kept = {name: value for name, value in message.items() if value is not None}
-        return kept | {"role": "system"} if kept.get("role") == "developer" else kept
+        if kept.get("role") == "developer":
+            kept["role"] = "system"
+        if kept.get("tool_calls"):
+            kept["tool_calls"] = [read_call(call) for call in kept["tool_calls"]]
+        return kept
 
 
 class TextFields(Fields):

@@ -7,23 +7,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from decode import Chunk
 from decode.request import Request
 from decode.requests.answer import LogProbs
 from decode.requests.text import Tokenizer
+from draftless_commands.server.tools import ToolReader
 
 LEAST = -9999.0  # of a log-probability: JSON has no infinity
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length", "context": "length"}
 
 
 @dataclass(frozen=True)
 class Reply(ABC):
     """One answer of the server: what its choices are made of, as a whole and piece by piece.
 
-    requests: one a choice. choices: how many of them share a prompt.
+    requests: one a choice. choices: how many of them share a prompt. has_usage, has_sources: what a stream also tells.
     prefix, kind, piece: what ids begin with, and the names of whole answers and of pieces.
     """
 
@@ -31,6 +32,8 @@ class Reply(ABC):
     tokenizer: Tokenizer
     requests: Sequence[Request]
     choices: int
+    has_usage: bool = False
+    has_sources: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix, kind, piece = "", "", ""
@@ -47,28 +50,30 @@ class Reply(ABC):
         choices = [self.choose(index, request) for index, request in enumerate(self.requests)]
         return self.head(self.kind) | {"choices": choices, "usage": self.count_usage()}
 
-    def begin(self, has_usage: bool) -> list[str]:
+    def begin(self) -> list[str]:
         """The events before the first text."""
         return []
 
-    def go_on(self, index: int, chunk: Chunk, has_usage: bool) -> str:
+    def go_on(self, index: int, chunk: Chunk) -> str:
         """The event for what a step added to a choice."""
-        reason = chunk.finish and REASONS[chunk.finish]
         choice = {
             "index": index,
-            **self.part(chunk),
             "logprobs": self.tell(chunk.tokens, chunk.log_probs),
-            "finish_reason": reason,
+            "finish_reason": chunk.finish and REASONS[chunk.finish],
+            **self.part(index, chunk),
         }
-        return self.event([choice], has_usage)
+        if self.has_sources:
+            pairs = zip_longest(chunk.pieces, chunk.sources, fillvalue="")
+            choice["pieces"] = [{"text": text, "source": source} for text, source in pairs]
+        return self.event([choice])
 
-    def end(self, has_usage: bool) -> list[str]:
+    def end(self) -> list[str]:
         """The events after the last text."""
-        usage = [self.write(self.head(self.piece) | {"choices": [], "usage": self.count_usage()})] if has_usage else []
-        return [*usage, "data: [DONE]\n\n"]
+        usage = self.write(self.head(self.piece) | {"choices": [], "usage": self.count_usage()})
+        return [*([usage] if self.has_usage else []), "data: [DONE]\n\n"]
 
-    def event(self, choices: list[dict[str, Any]], has_usage: bool) -> str:
-        return self.write(self.head(self.piece) | {"choices": choices} | ({"usage": None} if has_usage else {}))
+    def event(self, choices: list[dict[str, Any]]) -> str:
+        return self.write(self.head(self.piece) | {"choices": choices} | ({"usage": None} if self.has_usage else {}))
 
     @staticmethod
     def write(event: dict[str, Any]) -> str:
@@ -80,8 +85,8 @@ class Reply(ABC):
         """A whole choice, whose request has ended."""
 
     @abstractmethod
-    def part(self, chunk: Chunk) -> dict[str, Any]:
-        """The text that a step added to a choice."""
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What a step added to a choice, as its event has it."""
 
     @abstractmethod
     def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
@@ -107,25 +112,44 @@ class Reply(ABC):
         return str(self.tokenizer.decode([token]))
 
 
+@dataclass(frozen=True)
 class ChatReply(Reply):
+    """readers: of each choice's tool calls; none without tools."""
+
+    readers: Sequence[ToolReader] = ()
+
     prefix, kind, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choose(self, index: int, request: Request) -> dict[str, Any]:
         answer = request.answer
         assert answer is not None
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        reason = REASONS[answer.finish]
+        if self.readers:
+            content, calls = self.readers[index].read(answer.text, answer.tokens)
+            if calls:
+                message, reason = message | {"content": content or None, "tool_calls": calls}, "tool_calls"
         told = self.tell(answer.tokens, answer.log_probs)
-        return {"index": index, "message": message, "logprobs": told, "finish_reason": REASONS[answer.finish]}
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
-    def begin(self, has_usage: bool) -> list[str]:
+    def begin(self) -> list[str]:
         delta = {"role": "assistant", "content": ""}
         return [
-            self.event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], has_usage)
+            self.event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
             for index in range(len(self.requests))
         ]
 
-    def part(self, chunk: Chunk) -> dict[str, Any]:
-        return {"delta": {"content": chunk.text} if chunk.text else {}}
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        text, more = chunk.text, dict[str, Any]()
+        if self.readers:
+            text = self.readers[index].push(text)
+            if chunk.answer is not None:
+                content, calls = self.readers[index].read(self.readers[index].held, chunk.answer.tokens)
+                text += content
+                if calls:
+                    more = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
+        delta = ({"content": text} if text else {}) | more
+        return {"delta": delta} | ({"finish_reason": "tool_calls"} if more else {})
 
     def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
         if not log_probs:
@@ -152,7 +176,7 @@ class TextReply(Reply):
             told["text_offset"] = [*accumulate(lengths, initial=0)][:-1]
         return {"index": index, "text": answer.text, "logprobs": told, "finish_reason": REASONS[answer.finish]}
 
-    def part(self, chunk: Chunk) -> dict[str, Any]:
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
         return {"text": chunk.text}
 
     def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from decode import Sampling, Target, generate
+from decode import Request, Sampling, Target, generate
 from decode.prefill import read_texts
+from decode.requests.answer import Limits
 from proposers import (
     AnswerStore,
     Continuation,
@@ -40,7 +41,8 @@ def plant(*tables: dict[tuple[int, ...], dict[int, float]], least: float = 0.0, 
     sources = [TableSource(table) for table in tables]
     for source in sources:
         source._texts = {7: [1, 2]}
-    return GrowingTree(2, 7, sources, [{}, {}], [Trust(1.0), Trust(1.0)], least, deepest, {50})
+    request = Request(7, [1, 2], Limits(deepest + 1, frozenset({50})), context=100)
+    return GrowingTree(request, sources, [{}, {}], [Trust(1.0), Trust(1.0)], least)
 
 
 def grow(*tables: dict[tuple[int, ...], dict[int, float]], size: int, **limits: Any) -> list:
@@ -217,7 +219,7 @@ def test_accepted_tokens_are_counted_by_source(target: Target, temperature: floa
     """All of them, those of each request's last tree too, wherever it ends."""
     head = HydraProposer(make_head("hydra", target, output="target"))
     proposer = MergedProposer(drafter=head, store=AnswerStore(1000), nodes=16)
-    assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "stored": 0, "hydra": 0}
+    assert proposer.accepted_by_source == {"suffix": 0, "recycling": 0, "grammar": 0, "stored": 0, "hydra": 0}
     accepted = 0
     for length in (30, 30, 11, 1):
         limits = {"max_new_tokens": length, "stop_ids": [], "sampling": Sampling(temperature, seed=1)}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,16 @@ from tests.support.commands import Call
 pytestmark = pytest.mark.slow
 KEY = "sesame"
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+EXACT = ("--dtype", "float64", "--accelerate", "off", "--proposer", "ngram")
 ASKED: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
 
 
 class Place:
     """A server in a process of its own."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, common: Sequence[str] = EXACT) -> None:
         command = [sys.executable, "-m", "draftless_commands.serve", "--model", folder, "--name", "tiny", "--port", "0"]
-        command += ["--dtype", "float64", "--accelerate", "off", "--proposer", "ngram", "--api-key", KEY, *options]
+        command += ["--api-key", KEY, *common, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
@@ -191,7 +192,11 @@ def test_models(place: Place) -> None:
         ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"100000": 1}}, 400, "logit_bias"),
         ({"top_logprobs": 2}, 400, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": {"type": "json_object"}}, 400, "llguidance cannot read this tokenizer"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, 400, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs: give one of"),
+        ({"tool_choice": "required"}, 400, "tool_choice needs tools"),
         ({"nodes": 10**9}, 400, "nodes"),
         ({"stop": [""]}, 400, "stop"),
         ({"model": "large"}, 404, "large"),

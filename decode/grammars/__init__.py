@@ -1,0 +1,1 @@
+"""Grammars: what answers must look like, and which tokens that leaves after each draft token."""

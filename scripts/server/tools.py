@@ -1,0 +1,105 @@
+"""Tool calls in answers: where they begin in the text, and what they say."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from decode.requests.text import Tokenizer
+
+BEGIN, END = "<tool_call>", "</tool_call>"  # of calls in the Hermes format, which most chat templates use
+INTRODUCTION = f"""You may call tools. To call one, answer with
+{BEGIN}
+{{"name": NAME, "arguments": {{...}}}}
+{END}
+The tools are:
+"""
+
+
+@dataclass
+class ToolReader:
+    """Finds the tool calls of one answer.
+
+    A call that was asked for by a grammar is JSON. Others are in the tokenizer's own format, if it has a response
+    template, or else in the Hermes format: {"name": ..., "arguments": {...}} between tags.
+    tokenizer: the model's. prompt: of the request. tools: as they were given. forced: the name of the one tool that
+    must be called, so that the answer is its arguments; "" if another one may be; None if none must be.
+    """
+
+    tokenizer: Tokenizer
+    prompt: list[int]
+    tools: list[dict[str, Any]]
+    forced: str | None = None
+    held: str = field(default="", init=False)  # text that may be of a call
+
+    @property
+    def has_template(self) -> bool:
+        return getattr(self.tokenizer, "response_template", None) is not None
+
+    def push(self, text: str) -> str:
+        """Take more text of the answer. Returns what is surely not of a call."""
+        self.held += text
+        if self.forced is not None or self.has_template:
+            return ""
+        begin = self.held.find(BEGIN)
+        if begin < 0:  # its last characters may begin one
+            sizes = range(min(len(BEGIN), len(self.held)), -1, -1)
+            begin = len(self.held) - next(size for size in sizes if self.held.endswith(BEGIN[:size]))
+        free, self.held = self.held[:begin], self.held[begin:]
+        return free
+
+    def read(self, text: str, tokens: list[int]) -> tuple[str, list[dict[str, Any]]]:
+        """The content and the calls of an answer, or of the end of it that was held back."""
+        if self.forced is not None:
+            return self._read_forced(text)
+        if self.has_template:
+            message = self.tokenizer.parse_response(tokens, prefix=self.prompt, tools=self.tools)
+            calls = [make_call(**call["function"]) for call in message.get("tool_calls") or ()]
+            return message.get("content") or "", calls
+        content, *parts = text.split(BEGIN)
+        calls = []
+        for part in parts:
+            inside, _, after = part.partition(END)
+            try:
+                calls.append(make_call(**json.loads(inside)))
+                content += after.strip()
+            except (ValueError, TypeError):  # it is text
+                content += BEGIN + part
+        return (content.rstrip() if calls else content), calls
+
+    def _read_forced(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        try:
+            found = json.loads(text)
+        except ValueError:  # the answer was too long
+            return text, []
+        if self.forced:
+            return "", [make_call(self.forced, found)]
+        return "", [make_call(**call) for call in (found if isinstance(found, list) else [found])]
+
+
+def make_call(name: str, arguments: Any = None, **others: Any) -> dict[str, Any]:
+    """A call as OpenAI's API has it. Raises TypeError for what is no call."""
+    if not isinstance(name, str):
+        raise TypeError("a call needs the tool's name")
+    written = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": written}}
+
+
+def write_tools(row: dict[str, Any]) -> dict[str, Any]:
+    """A conversation for a chat template without tools: its tools and calls are text, in the Hermes format."""
+    tools, messages = row["tools"], [write_calls(message) for message in row["messages"]]
+    if tools:
+        text = INTRODUCTION + "\n".join(json.dumps(tool["function"]) for tool in tools)
+        if messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
+            text = f"{messages.pop(0)['content']}\n\n{text}"
+        messages.insert(0, {"role": "system", "content": text})
+    return row | {"messages": messages, "tools": []}
+
+
+def write_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its tool calls as text."""
+    written = [f"{BEGIN}\n{json.dumps(call['function'])}\n{END}" for call in message.get("tool_calls", ())]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | ({"content": "\n".join([*filter(None, [kept.get("content")]), *written])} if written else {})

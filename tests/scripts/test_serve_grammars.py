@@ -1,0 +1,177 @@
+"""`draftless serve`: response formats, structured outputs, tool calls, and where streamed tokens come from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from decode import Sampling, Target, default_model, generate
+from draftless_commands.server.tools import ToolReader, write_tools
+from tests.scripts.test_serve import Place
+
+pytest.importorskip("llguidance")
+QUESTION: list[Any] = [{"role": "user", "content": "Describe Ann Lee, 31, from Berlin, who likes red and blue."}]
+ASKED: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0, "max_tokens": 100}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "find_weather", "description": "Today's weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "tell_time"}},
+]
+CALL = {"id": "1", "type": "function", "function": {"name": "find_weather", "arguments": {"city": "Rome"}}}
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=120)
+    colours: list[Literal["red", "green", "blue"]] = Field(max_length=3)
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Place]:
+    place = Place(default_model(), "--proposer", "merged", common=())
+    yield place
+    assert place.end() == 0
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.load(default_model())
+
+
+@pytest.mark.slow
+def test_a_schema_is_filled_as_generate_does(place: Place, target: Target) -> None:
+    completion = place.client.chat.completions.parse(**ASKED, response_format=Person)
+    (expected,) = generate(target, QUESTION, None, grammar=Person, max_new_tokens=100, text=True)
+    assert completion.choices[0].message.parsed == Person.model_validate_json(expected.text)
+    assert (completion.choices[0].finish_reason, expected.finish) == ("stop", "grammar")
+    accepted = completion.usage.completion_tokens_details.accepted_prediction_tokens
+    assert accepted > len(expected.tokens) / 4  # the names of fields, at least
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_json_in_any_company(place: Place, target: Target) -> None:
+    fields = ASKED | {"temperature": 0.8, "seed": 5, "response_format": {"type": "json_object"}, "n": 3}
+    completion = place.client.chat.completions.create(**fields)
+    expected = generate(
+        target, [QUESTION] * 3, None, grammar="json", max_new_tokens=100, text=True, sampling=Sampling(0.8, seed=5)
+    )
+    assert [choice.message.content for choice in completion.choices] == [answer.text for answer in expected]
+    assert len({answer.text for answer in expected}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("outputs", "pattern"),
+    [
+        ({"regex": r"[0-9]{3}-[a-f]{4}"}, r"[0-9]{3}-[a-f]{4}"),
+        ({"choice": ['yes, "surely"', "no"]}, r'yes, "surely"|no'),
+        ({"json": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}}, r"\[\w+, \w+\]"),
+        ({"json": '{"const": 5}'}, "5"),
+        ({"grammar": 'start: "a" "b"? "c"'}, "ab?c"),
+    ],
+)
+def test_structured_outputs(place: Place, outputs: dict[str, Any], pattern: str) -> None:
+    completion = place.client.chat.completions.create(**ASKED, extra_body={"structured_outputs": outputs})
+    assert re.fullmatch(pattern, completion.choices[0].message.content or "")
+    status, body = place.call(
+        "POST", "/v1/completions", json.dumps({"prompt": "So: ", "structured_outputs": outputs, "max_tokens": 40})
+    )
+    assert status == 200 and re.fullmatch(pattern, body["choices"][0]["text"])
+
+
+@pytest.mark.slow
+def test_a_tool_must_be_called(place: Place) -> None:
+    (choice,) = place.client.chat.completions.create(
+        **ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+    ).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    calls = choice.message.tool_calls or []
+    assert calls and {call.function.name for call in calls} <= {"find_weather", "tell_time"}
+    named: Any = {"type": "function", "function": {"name": "find_weather"}}
+    (choice,) = place.client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=named).choices
+    (call,) = choice.message.tool_calls or []
+    assert call.function.name == "find_weather" and {*json.loads(call.function.arguments)} == {"city", "unit"}
+    told = [*QUESTION, choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "20 C"}]
+    after = place.client.chat.completions.create(**ASKED | {"messages": told, "max_tokens": 4}, tools=TOOLS)
+    assert after.usage and after.usage.prompt_tokens > 100  # the tools and the call are in the prompt
+
+
+@pytest.mark.slow
+def test_streamed_calls(place: Place) -> None:
+    one_call: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    stream = place.client.chat.completions.create(**ASKED, **one_call, stream=True)
+    choices = [event.choices[0] for event in stream]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert calls and [call.index for call in calls] == [*range(len(calls))]
+    assert choices[-1].finish_reason == "tool_calls" and not any(choice.delta.content for choice in choices)
+    stream = place.client.chat.completions.create(**ASKED, tools=TOOLS, stream=True)
+    whole = place.client.chat.completions.create(**ASKED, tools=TOOLS).choices[0].message.content
+    assert "".join(event.choices[0].delta.content or "" for event in stream) == whole
+
+
+@pytest.mark.slow
+def test_a_stream_tells_where_tokens_come_from(place: Place) -> None:
+    fields = ASKED | {"stream": True, "stream_options": {"include_sources": True, "include_usage": True}}
+    status, text = place.call(
+        "POST", "/v1/chat/completions", json.dumps(fields | {"response_format": {"type": "text"}})
+    )
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    pieces = [piece for choice in choices for piece in choice.get("pieces", ())]
+    content = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert status == 200 and content and "".join(piece["text"] for piece in pieces) == content
+    drafted = [piece["source"] for piece in pieces if piece["source"]]
+    usage = events[-1]["usage"]["completion_tokens_details"]
+    assert len(drafted) == usage["accepted_prediction_tokens"] > 0
+    assert {*drafted} <= {"suffix", "recycling"}
+
+
+@pytest.mark.slow
+def test_the_page_is_there(place: Place) -> None:
+    status, text = place.call("GET", "/", key="")
+    assert status == 200 and "<html" in text and not re.search(r"(src|href)=.https?:", text)
+
+
+def read(text: str, pieces: int, **options: Any) -> tuple[str, str, list[dict[str, Any]]]:
+    """What is streamed of a text that comes in pieces, and the content and calls at its end."""
+    tokenizer: Any = None
+    reader, size = ToolReader(tokenizer, [], TOOLS, **options), -(-len(text) // pieces)
+    streamed = "".join(reader.push(text[place : place + size]) for place in range(0, len(text), size))
+    content, calls = reader.read(reader.held, [])
+    return streamed, content, [call["function"] for call in calls]
+
+
+@pytest.mark.parametrize("pieces", [1, 7, 60])
+def test_calls_in_a_text(pieces: int) -> None:
+    call = '<tool_call>\n{"name": "find_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    found = {"name": "find_weather", "arguments": '{"city": "Rome"}'}
+    assert read(f"Let me see.\n{call}", pieces) == ("Let me see.\n", "", [found])
+    assert read(f"{call}\n{call}", pieces) == ("", "", [found, found])
+    assert read("1 < 2 <tool", pieces) == ("1 < 2 ", "<tool", [])
+    assert read("<tool_call>nothing", pieces) == ("", "<tool_call>nothing", [])
+    assert read("Plain.", pieces) == ("Plain.", "", [])
+    assert read('{"city": "Rome"}', pieces, forced="find_weather") == ("", "", [found])
+    assert (
+        read(f"[{json.dumps({'name': 'tell_time', 'arguments': {}})}]", pieces, forced="")[2][0]["name"] == "tell_time"
+    )
+    assert read('{"city": "Ro', pieces, forced="find_weather") == ("", '{"city": "Ro', [])
+
+
+def test_tools_are_text_where_the_template_has_none() -> None:
+    asked = [{"role": "system", "content": "Be brief."}, *QUESTION, {"role": "assistant", "tool_calls": [CALL]}]
+    messages = write_tools({"messages": asked, "tools": TOOLS})["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    assert messages[0]["content"].startswith("Be brief.\n\nYou may call tools.")
+    assert json.dumps(TOOLS[0]["function"]) in messages[0]["content"]
+    assert messages[2]["content"] == f"<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>"
+    assert write_tools({"messages": QUESTION, "tools": []}) == {"messages": QUESTION, "tools": []}
