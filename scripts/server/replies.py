@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 from decode import Chunk
@@ -63,8 +63,8 @@ class Reply(ABC):
             **self.part(index, chunk),
         }
         if self.has_sources:
-            pairs = zip_longest(chunk.pieces, chunk.sources, fillvalue="")
-            choice["pieces"] = [{"text": text, "source": source} for text, source in pairs]
+            texts = [*chunk.pieces[: len(chunk.tokens) - 1], "".join(chunk.pieces[len(chunk.tokens) - 1 :])]
+            choice["pieces"] = [{"text": text, "source": name} for text, name in zip(texts, chunk.sources, strict=False)]
         return self.event([choice])
 
     def end(self) -> list[str]:
