@@ -45,7 +45,7 @@ PAGES = {
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
-ELSEWHERE = ("README.md", "docs/serve.md")  # run below, and next to a server in test_serve.py
+ELSEWHERE = ("README.md", "docs/serve.md", "docs/structured-output.md")  # run below, or by slow tests
 SAME = "the same tokens as plain decoding: True\n"
 COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}

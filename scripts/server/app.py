@@ -92,13 +92,13 @@ class Server:
                     self.metrics.prompts.inc(len(prompt))
         except (ValueError, TypeError) as error:  # of the first prompt: the others have the same settings
             raise Refusal(400, str(error)) from error
-        tokenizer, told = self.target.tokenizer, (fields.has_usage, fields.has_sources)
+        tokenizer = self.target.tokenizer
         if not isinstance(fields, ChatFields):
-            return TextReply(self.name, tokenizer, requests, choices, *told)
+            return TextReply(self.name, tokenizer, requests, choices, fields.told)
         tools, readers = fields.given_tools, list[ToolReader]()
         if tools:
             readers = [ToolReader(tokenizer, request.prompt, tools, fields.forced) for request in requests]
-        return ChatReply(self.name, tokenizer, requests, choices, *told, readers=readers)
+        return ChatReply(self.name, tokenizer, requests, choices, fields.told, readers=readers)
 
     def _check_room(self, new: int) -> None:
         """Raise Refusal if the queue has no room for so many requests."""
@@ -137,7 +137,7 @@ class Server:
                 async for index, chunk in chunks:
                     if chunk.finish is not None:
                         check_end(reply.requests[index])
-                    if chunk.text or chunk.finish or chunk.log_probs or reply.has_sources:
+                    if chunk.text or chunk.finish or chunk.log_probs or reply.told.include_sources:
                         yield reply.go_on(index, chunk)
         except Exception as error:  # the status is sent already
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")

@@ -30,6 +30,7 @@ Listed = Annotated[list[Item], Field(fail_fast=True, min_length=1)]  # the first
 
 class StreamOptions(Part):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # as vLLM's: every event has the usage so far
     include_sources: bool | None = None  # beyond OpenAI's: each token's text, and the source that drafted it
 
 
@@ -80,14 +81,9 @@ class Fields(Part):
         return self.structured_outputs and self.structured_outputs.read()
 
     @property
-    def has_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def has_sources(self) -> bool:
-        """Whether a stream tells where its tokens come from."""
-        return self.stream_options is not None and bool(self.stream_options.include_sources)
+    def told(self) -> StreamOptions:
+        """What a stream tells besides the text."""
+        return self.stream_options or StreamOptions()
 
 
 def read_call(call: Any) -> Any:

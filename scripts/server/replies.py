@@ -14,6 +14,7 @@ from decode import Chunk
 from decode.request import Request
 from decode.requests.answer import LogProbs
 from decode.requests.text import Tokenizer
+from draftless_commands.server.fields import StreamOptions
 from draftless_commands.server.tools import ToolReader
 
 LEAST = -9999.0  # of a log-probability: JSON has no infinity
@@ -24,7 +25,7 @@ REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length",
 class Reply(ABC):
     """One answer of the server: what its choices are made of, as a whole and piece by piece.
 
-    requests: one a choice. choices: how many of them share a prompt. has_usage, has_sources: what a stream also tells.
+    requests: one a choice. choices: how many of them share a prompt. told: what a stream tells besides the text.
     prefix, kind, piece: what ids begin with, and the names of whole answers and of pieces.
     """
 
@@ -32,8 +33,7 @@ class Reply(ABC):
     tokenizer: Tokenizer
     requests: Sequence[Request]
     choices: int
-    has_usage: bool = False
-    has_sources: bool = False
+    told: StreamOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix, kind, piece = "", "", ""
@@ -62,18 +62,23 @@ class Reply(ABC):
             "finish_reason": chunk.finish and REASONS[chunk.finish],
             **self.part(index, chunk),
         }
-        if self.has_sources:
+        if self.told.include_sources:
             texts = [*chunk.pieces[: len(chunk.tokens) - 1], "".join(chunk.pieces[len(chunk.tokens) - 1 :])]
-            choice["pieces"] = [{"text": text, "source": name} for text, name in zip(texts, chunk.sources, strict=False)]
+            choice["pieces"] = [
+                {"text": text, "source": name} for text, name in zip(texts, chunk.sources, strict=False)
+            ]
         return self.event([choice])
 
     def end(self) -> list[str]:
         """The events after the last text."""
         usage = self.write(self.head(self.piece) | {"choices": [], "usage": self.count_usage()})
-        return [*([usage] if self.has_usage else []), "data: [DONE]\n\n"]
+        return [*([usage] if self.told.include_usage else []), "data: [DONE]\n\n"]
 
     def event(self, choices: list[dict[str, Any]]) -> str:
-        return self.write(self.head(self.piece) | {"choices": choices} | ({"usage": None} if self.has_usage else {}))
+        event = self.head(self.piece) | {"choices": choices}
+        if self.told.include_usage:
+            event["usage"] = self.count_usage() if self.told.continuous_usage_stats else None
+        return self.write(event)
 
     @staticmethod
     def write(event: dict[str, Any]) -> str:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import openai
 import pytest
+from huggingface_hub import InferenceClient
 
 from decode import Answer, Sampling, Target, generate
 from draftless_commands.serve import main
@@ -271,6 +273,35 @@ def test_the_pages_example_runs(place: Place, target: Target, capsys: pytest.Cap
     question = [{"role": "user", "content": "Why is the sky blue?"}]
     (expected,) = generate(target, question, None, max_new_tokens=target.context, text=True)
     assert capsys.readouterr().out == expected.text
+
+
+def test_hugging_face_client(place: Place, target: Target) -> None:
+    client = InferenceClient(base_url=place.url, api_key=KEY)
+    fields: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 40}
+    (expected,) = answer(target)
+    whole = client.chat_completion(**fields, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.usage.completion_tokens == len(expected.tokens)
+    assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+    pieces = client.chat_completion(**fields, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == expected.text
+
+
+@pytest.mark.skipif(which("curl") is None, reason="this needs curl")
+def test_curl(place: Place, target: Target) -> None:
+    command = ["curl", "--silent", "--no-buffer", f"{place.url}/chat/completions", "--json", "@-"]
+    command += ["--header", f"Authorization: Bearer {KEY}"]
+    (expected,) = answer(target)
+    for fields in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        made = subprocess.run(command, input=json.dumps(ASKED | fields), capture_output=True, text=True, check=True)
+        if fields:
+            lines = [line.removeprefix("data: ") for line in made.stdout.split("\n\n") if line]
+            *events, last, end = [json.loads(line) if line.startswith("{") else line for line in lines]
+            text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+            assert end == "[DONE]" and last["usage"]["completion_tokens"] == len(expected.tokens)
+        else:
+            text = json.loads(made.stdout)["choices"][0]["message"]["content"]
+        assert text == expected.text
 
 
 def test_metrics(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -134,6 +135,26 @@ def test_a_stream_tells_where_tokens_come_from(place: Place) -> None:
     usage = events[-1]["usage"]["completion_tokens_details"]
     assert len(drafted) == usage["accepted_prediction_tokens"] > 0
     assert {*drafted} <= {"suffix", "recycling"}
+
+
+@pytest.mark.slow
+def test_usage_so_far(place: Place) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = [*place.client.chat.completions.create(**ASKED, stream=True, stream_options=options)]
+    counts = [event.usage.completion_tokens for event in events if event.usage]
+    assert len(counts) == len(events) and counts == sorted(counts) and counts[0] < counts[-1]
+
+
+@pytest.mark.slow
+def test_the_pages_blocks_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "load", lambda: target)
+    page = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text()
+    names: dict[str, Any] = {"generate": generate}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        exec(block, names)
+    assert names["person"].age == 31 and re.fullmatch(r"(19|20)\d\d", names["year"].text)
+    (answer,) = generate(target, "Count: ", None, grammar=lambda request_id: names["OnlyDigits"](target), text=True)
+    assert answer.finish == "grammar" and len(answer.tokens) == 3 and answer.text.isdigit()
 
 
 @pytest.mark.slow
