@@ -20,6 +20,7 @@ ALIASES = {
     "stop": ("stop_strings", "stop_sequences", "stop_words"),
     "stop_ids": ("eos_token_id", "stop_token_ids"),
     "log_probs": ("logprobs", "top_logprobs", "output_scores"),
+    "grammar": ("guided_json", "json_schema", "response_format", "structured_outputs", "schema"),
     "prompts": ("prompt", "input_ids", "inputs", "messages", "text_inputs"),
     "prompt": ("prompts", "input_ids", "inputs", "messages"),
     "proposer": ("drafter", "assistant_model", "speculative_config", "method"),

@@ -115,21 +115,23 @@ class Request:
 
         Without a bonus token (NO_TOKEN) the answer ends in an error, unless a draft token has ended it.
         """
+        if self.grammar is not None and self.grammar.is_complete:  # before its first token
+            return self.end("grammar")
         tokens: list[int] = []
         pieces: list[str] = []
         for token in (*drafted, bonus):
             if token == NO_TOKEN:
                 self._fail(self._find_error())
                 break
-            self.sequence.append(token)
-            tokens.append(token)
             try:
-                if self.text is not None:
-                    pieces.append(self.text.push(token))
                 if self.grammar is not None:
                     self.grammar.take(token)
+                self.sequence.append(token)
+                tokens.append(token)
+                if self.text is not None:
+                    pieces.append(self.text.push(token))
                 self.finish = self._end(token)
-            except Exception as error:  # of the tokenizer or the criterion
+            except Exception as error:  # of the grammar, the tokenizer or the criterion
                 self._fail(error)
             if self.finish:
                 break
@@ -161,7 +163,11 @@ class Request:
                 pieces.append(self.text.finish())
             except Exception as error:
                 self._fail(error)
-            if self.text.stopped and self.finish in ("length", "context"):  # the text held back had a stop string
+            if self.text.stopped and self.finish in (
+                "grammar",
+                "length",
+                "context",
+            ):  # the text held back had a stop string
                 self.finish = "stop"
         return pieces
 
@@ -248,7 +254,7 @@ def read_requests(
     processors = sampling.processors
     if isinstance(processors, Sequence) and not is_alone:
         [*map(copy_processor, processors)]  # refuses what cannot be copied
-    make = None if grammar is None else make_matchers(grammar, target.tokenizer, target.vocabulary, target.stop_ids)
+    make = None if grammar is None else make_matchers(grammar, target.tokenizer, target.vocabulary, ends)
     requests = []
     for request_id, prompt in zip(ids, encoded, strict=True):
         if processors:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 # Fixed, so that more of a document is known in advance, and no answer is an endless run of spaces.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MOST_KEPT = 64  # compiled grammars of a tokenizer
+NAMED = {"properties", "patternProperties", "$defs"}  # parts of a schema with schemas by name
+VALUES = {"const", "enum", "default", "examples"}  # and those with values
+MOST_KEPT = 64  # compiled grammars of a compiler
+MOST_COMPILERS = 8  # of a tokenizer: requests may have end tokens of their own
 FORMS = (
     "a JSON schema (a dict, a pydantic model, the path of a .json file), 'json', a compiled regular expression, a Lark "
     "grammar (text, the path of a .lark file), a Grammar, or a function that makes a matcher from a request id"
@@ -33,7 +37,7 @@ AnyGrammar: TypeAlias = Any  # `FORMS`
 MakeMatcher: TypeAlias = Callable[[int], Matcher]  # from a request id
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Grammar:
     """What an answer must look like.
 
@@ -42,14 +46,16 @@ class Grammar:
     JSON is written on one line, with a space after each comma and colon. A pydantic model's answer has its fields only;
     in other schemas "additionalProperties" says so.
     after: the text or token that the grammar begins after, such as "</think>". What is before it is free, but the
-    answer cannot end there. None: the grammar begins at once.
+    answer cannot end there, and before a text (not a special token) there are no special tokens. None: the grammar
+    begins at once.
+    rules: the source as a grammar of llguidance.
 
-    Raises TypeError for another source, and ValueError for a file or schema that is not JSON.
+    Raises TypeError for another source, and ValueError for a file that cannot be read or a schema that is not JSON.
     """
 
     source: Any
     after: str | int | None = None
-    rules: Mapping[str, str | Mapping[str, Any]] = field(init=False, repr=False)  # as llguidance names them
+    rules: Mapping[str, str | Mapping[str, Any]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", read_source(self.source))
@@ -59,32 +65,43 @@ class Grammar:
 
 def read_source(source: Any) -> dict[str, Any]:
     """A source as a grammar of llguidance. Raises as `Grammar` does."""
-    if isinstance(source, Path) or (isinstance(source, str) and source.endswith((".json", ".lark"))):
+    if isinstance(source, Path) or (isinstance(source, str) and re.fullmatch(r"[^\n:]+\.(json|lark)", source)):
         path = Path(source)
         if path.suffix not in (".json", ".lark"):
             raise ValueError(f"{path} is no grammar; a .json file has a JSON schema, and a .lark file a Lark grammar")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the grammar {path} cannot be read: {error}") from error
         if path.suffix == ".lark":
             return {"lark_grammar": text}
-        try:
-            source = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+        source = parse(text, str(path))
     if hasattr(source, "model_json_schema"):
         source = close(source.model_json_schema())
     if source == "json":
         source = {"type": "object"}
-    if isinstance(source, Mapping | bool):
-        source = source if isinstance(source, Mapping) else ({} if source else {"not": {}})
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        source = parse(source, "the JSON schema")
+    if isinstance(source, Mapping):
         try:
-            return {"json_schema": json.loads(json.dumps({**source, "x-guidance": SPACING}))}
+            return {"json_schema": json.loads(json.dumps({"x-guidance": SPACING, **source}))}
         except (TypeError, ValueError) as error:
             raise ValueError(f"the JSON schema is not JSON: {error}") from error
-    if isinstance(source, re.Pattern):
-        return {"lark_grammar": f"start: /{escape_slashes(source.pattern)}/"}
+    if isinstance(source, re.Pattern) and isinstance(source.pattern, str):
+        flags = "".join(letter for letter in "imsx" if source.flags & getattr(re, letter.upper()))
+        pattern = f"(?{flags}:{source.pattern})" if flags else source.pattern
+        return {"lark_grammar": f"start: /{escape_slashes(pattern)}/"}
     if isinstance(source, str):
         return {"lark_grammar": source}
     raise TypeError(f"grammar is {describe(source)}; it is {FORMS}")
+
+
+def parse(text: str, name: str) -> Any:
+    """The value of a JSON text. Raises ValueError, naming it, if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from error
 
 
 def close(schema: Any) -> Any:
@@ -93,9 +110,11 @@ def close(schema: Any) -> Any:
         return [close(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    is_open = isinstance(schema.get("properties"), Mapping) and schema.get("type") == "object"
-    ends = {"additionalProperties": False} if is_open else {}
-    return ends | {name: close(each) for name, each in schema.items()}
+    closed = {name: each if name in VALUES else close(each) for name, each in schema.items()}
+    for name in NAMED & {*schema}:
+        closed[name] = {field: close(each) for field, each in schema[name].items()}
+    is_open = "properties" in schema and schema.get("type") == "object"
+    return ({"additionalProperties": False} if is_open else {}) | closed
 
 
 def escape_slashes(pattern: str) -> str:
@@ -108,17 +127,22 @@ def make_matchers(
 ) -> MakeMatcher:
     """What makes a request's matcher, for a model with so many tokens whose answers end at some of them.
 
-    Raises TypeError or ValueError for what is no grammar, and ValueError without llguidance or a fast tokenizer.
+    ends: the tokens that may end an answer where the grammar lets it. Raises TypeError or ValueError for what is no
+    grammar, and ValueError without llguidance or a fast tokenizer.
     """
     if callable(grammar) and not hasattr(grammar, "model_json_schema"):
         return grammar
     grammar = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
     if tokenizer is None:
         raise ValueError("a grammar needs a tokenizer: Target(model, tokenizer)")
-    compilers = _COMPILERS.setdefault(tokenizer, {})
-    if (vocabulary, ends) not in compilers:
-        compilers[vocabulary, ends] = Compiler(tokenizer, vocabulary, ends)
-    compiled = compilers[vocabulary, ends].compile(grammar)
+    compilers, key = _COMPILERS.setdefault(tokenizer, {}), (vocabulary, ends, len(tokenizer))
+    with _MAKING:
+        if key not in compilers:
+            while len(compilers) >= MOST_COMPILERS:
+                del compilers[next(iter(compilers))]
+            compilers[key] = Compiler(tokenizer, vocabulary, ends)
+        compiler = compilers[key]
+    compiled = compiler.compile(grammar)
     return lambda request_id: LibraryMatcher(compiled.deep_copy(), vocabulary)
 
 
@@ -149,7 +173,12 @@ class Compiler:
         """The rule for what is before the grammar."""
         ids = [after] if isinstance(after, int) else self.tokenizer.tokenize_str(after, parse_special=True)
         if isinstance(after, int) or (len(ids) == 1 and self.tokenizer.is_special_token(ids[0])):
-            return f"before: /(?s:.*)/ <[{ids[0]}]>"
+            if ids[0] in self.tokenizer.eos_tokens:
+                raise ValueError(f"after is {after!r}, which ends answers")
+            others = ",".join(map(str, [ids[0], *self.tokenizer.eos_tokens]))
+            return f"before: <[^{others}]>* <[{ids[0]}]>"
+        if any(map(self.tokenizer.is_special_token, ids)):
+            raise ValueError(f"after is {after!r}; it is one special token, or text without any")
         return f"before[suffix={json.dumps(after)}]: /(?s:.*)/"
 
     def _compile_text(self, text: str) -> LLMatcher:
@@ -193,5 +222,6 @@ class LibraryMatcher:
             raise ValueError(f"the grammar failed: {self._matcher.get_error().strip()}")
 
 
-# By tokenizer, then by the vocabulary's size and the tokens that end answers.
-_COMPILERS: WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int]], Compiler]] = WeakKeyDictionary()
+# By tokenizer, then by the vocabulary's size, the tokens that end answers, and the tokenizer's size.
+_COMPILERS: WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int], int], Compiler]] = WeakKeyDictionary()
+_MAKING = Lock()

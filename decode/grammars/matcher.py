@@ -6,14 +6,15 @@ Shapes: B rows, N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from decode.trees.tree import Tree
 
-Path = tuple[int, ...]  # draft tokens after the answer so far
+T = TypeVar("T")
+DraftPath = tuple[int, ...]  # draft tokens after the answer so far
 NO_TOKEN_LEFT = "the grammar allows no token here, and the answer is not complete"
 
 
@@ -43,7 +44,7 @@ class Matcher(Protocol):
 
 
 class Constraint:
-    """One request's grammar: its matcher, which goes to and fro between the paths of a draft tree.
+    """One request's grammar: its matcher, which moves between the paths of a draft tree.
 
     make: makes the matcher at the answer's beginning. vocabulary: V.
     An error of a matcher counts as "no token is allowed", so that it ends the answer only if the text gets there.
@@ -53,36 +54,40 @@ class Constraint:
         self._make, self.vocabulary = make, vocabulary
         self._matcher: Matcher | None = None
         self._answer: list[int] = []
-        self._path: Path = ()  # what the matcher has read after the answer
-        self._allowed: dict[Path, Tensor | None] = {}
-        self._error: Exception | None = None  # the matcher's last one since the answer has grown
+        self._path: DraftPath = ()  # what the matcher has read after the answer
+        self._allowed: dict[DraftPath, Tensor | None] = {}
+        self._errors: dict[DraftPath, Exception] = {}  # of the matcher after each path
 
-    def find_allowed(self, path: Path = ()) -> Tensor | None:
-        """The tokens [V] bool that may follow draft tokens, which must be allowed; None: the answer ends with them."""
+    def find_allowed(self, path: DraftPath = ()) -> Tensor | None:
+        """The tokens [V] bool that may follow a path of allowed draft tokens; None: the answer is complete there."""
         if path not in self._allowed:
             try:
-                matcher = self._move(path)
-                self._allowed[path] = None if matcher.is_complete else self._check(matcher.find_allowed())
+                self._allowed[path] = self._ask(path, self._read_allowed)
             except Exception as error:
-                self._error, self._matcher = error, None  # its state is not known any more
+                self._errors[path] = error
                 self._allowed[path] = torch.zeros(self.vocabulary, dtype=torch.bool)
         return self._allowed[path]
 
-    def find_forced(self, path: Path) -> Sequence[int]:
+    def find_forced(self, path: DraftPath) -> Sequence[int]:
         """The tokens that must follow draft tokens, if there is no choice."""
         allowed = self.find_allowed(path)
-        return () if allowed is None or not bool(allowed.any()) else self._move(path).find_forced()
+        if allowed is None or not bool(allowed.any()):
+            return ()
+        try:
+            return self._ask(path, lambda matcher: [*matcher.find_forced()])
+        except Exception:  # it is only a hint
+            return ()
 
     def take(self, token: int) -> None:
         """Add a token to the answer. Raises ValueError if the grammar forbids it."""
         if self._path[:1] == (token,):
             self._path = self._path[1:]
         else:
-            self._move((token,))
+            self._ask((token,), lambda matcher: None)
             self._path = ()
         self._answer.append(token)
-        self._allowed.clear()
-        self._error = None
+        self._allowed = {path[1:]: mask for path, mask in self._allowed.items() if path[:1] == (token,)}
+        self._errors = {path[1:]: error for path, error in self._errors.items() if path[:1] == (token,)}
 
     @property
     def taken(self) -> int:
@@ -99,9 +104,21 @@ class Constraint:
         allowed = self.find_allowed()
         if allowed is None or bool(allowed.any()):
             return None
-        return self._error or ValueError(NO_TOKEN_LEFT)
+        return self._errors.get(()) or ValueError(NO_TOKEN_LEFT)
 
-    def _move(self, path: Path) -> Matcher:
+    def _ask(self, path: DraftPath, ask: Callable[[Matcher], T]) -> T:
+        """What the matcher says after the answer and a path. One that fails may do so because of another path."""
+        for _ in range(1 if self._matcher is None else 2):
+            try:
+                return ask(self._move(path))
+            except Exception as error:
+                self._matcher, failed = None, error  # its state is not known any more; the next one is new
+        raise failed
+
+    def _read_allowed(self, matcher: Matcher) -> Tensor | None:
+        return None if matcher.is_complete else self._check(matcher.find_allowed())
+
+    def _move(self, path: DraftPath) -> Matcher:
         """The matcher after the answer and a path."""
         if self._matcher is None:
             self._matcher, self._path = self._make(), ()
@@ -119,14 +136,15 @@ class Constraint:
     def _read(self, matcher: Matcher, tokens: Sequence[int]) -> None:
         for token in tokens:
             if not matcher.accept(token):
-                self._matcher = None
                 raise ValueError(f"the grammar forbids token {token}, which follows in the answer")
 
     def _check(self, allowed: Tensor) -> Tensor:
-        if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool or allowed.shape != (self.vocabulary,):
-            kind = f"{[*allowed.shape]} of {allowed.dtype}" if isinstance(allowed, Tensor) else type(allowed).__name__
-            raise ValueError(f"find_allowed returned {kind}; it must return a tensor [{self.vocabulary}] of torch.bool")
-        return allowed
+        kind, right = type(allowed).__name__, f"[{self.vocabulary}] of torch.bool on cpu"
+        if isinstance(allowed, Tensor):
+            kind = f"{[*allowed.shape]} of {allowed.dtype} on {allowed.device}"
+        if kind != right:
+            raise ValueError(f"find_allowed returned {kind}; it must return a tensor {right}")
+        return allowed.clone()  # the matcher may write into it
 
 
 def constrain(tree: Tree, constraints: Sequence[Constraint | None]) -> tuple[Tree, dict[int, Tensor]]:
@@ -142,7 +160,7 @@ def constrain(tree: Tree, constraints: Sequence[Constraint | None]) -> tuple[Tre
     for row, (constraint, tokens, parents, size) in enumerate(rows):
         if constraint is None:
             continue
-        paths, masks = {0: Path()}, [constraint.find_allowed()]
+        paths, masks = {0: DraftPath()}, [constraint.find_allowed()]
         found = {0: masks[0]}  # by node
         for node in range(1, size):
             before = found.get(parents[node])

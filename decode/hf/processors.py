@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.generation import logits_process, stopping_criteria
 
+from decode.grammars.matcher import Constraint, forbid
 from decode.hf.prompts import Prompts
 from decode.trees.processors import ProcessorGroup, Processors, copy_own
 from decode.trees.sampling import Sampling
@@ -83,6 +84,22 @@ class RowProcessor(ProcessorGroup):
 
     def regroup(self, processors: Sequence[LogitsProcessor]) -> RowProcessor:
         return RowProcessor(processors, self.prompts, self.row)
+
+
+class GrammarMasks(LogitsProcessor):
+    """The masks of each row's grammar, for scores that are made once more. columns: of the prompts."""
+
+    def __init__(self, grammars: Sequence[Constraint], columns: int) -> None:
+        self.grammars, self.columns = grammars, columns
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        masks = dict[int, Tensor]()
+        for row, grammar in enumerate(self.grammars):
+            if input_ids.shape[1] > self.columns and not grammar.is_complete:
+                grammar.take(int(input_ids[row, -1]))
+            if (allowed := grammar.find_allowed()) is not None:
+                masks[row] = allowed[None]
+        return forbid(scores[:, None], masks)[:, 0]
 
 
 def _pick_row(made: Any, result: Tensor, size: Sequence[int], row: int, count: int) -> Tensor:

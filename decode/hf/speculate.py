@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from decode.costs import Costs
 from decode.devices.cost_curve import CostCurve
 from decode.given_proposer import as_proposer, check_proposer
 from decode.grammars.grammar import AnyGrammar, make_matchers
+from decode.grammars.matcher import Constraint
 from decode.hf.arguments import (
     drop_ignored,
     find_generate_argument,
@@ -30,7 +32,7 @@ from decode.hf.arguments import (
 )
 from decode.hf.call import GenerateCall
 from decode.hf.outputs import make_output
-from decode.hf.processors import make_criterion, make_sampling
+from decode.hf.processors import GrammarMasks, make_criterion, make_sampling
 from decode.hf.prompts import read_prompts, refuse_prompts
 from decode.models.compatibility import refuse_unsupported
 from decode.proposer import Proposer, find_member
@@ -100,16 +102,18 @@ def speculate(
     is_recorded = not target.is_recurrent  # `make_output` runs such a model once more
     call = GenerateCall(prompts, is_recorded and returns_any, is_recorded and returns_more and returns_logits)
     proposer, context = as_proposer(proposer, target), target.context - prompts.extra_positions
-    may_end_early = criteria or max(map(len, prompts.tokens)) + max_new_tokens > context
+    may_end_early = criteria or grammar is not None or max(map(len, prompts.tokens)) + max_new_tokens > context
     if pad is None and len(input_ids) > 1 and may_end_early:
         raise ValueError("rows that end before the others are padded; set pad_token_id")
 
     ends = [token for token in stop_ids if 0 <= token < target.vocabulary]  # a model's -1 means none
-    if grammar is not None:
-        grammar = make_matchers(grammar, tokenizer, target.vocabulary, frozenset(ends))
     # With `output_scores`, processors are called a second time, so a single row's need a copy of their own.
     copies = len(input_ids) == 1 and returns_more and generation_config.output_scores
     first = LogitsProcessorList([*map(copy_processor, logits_processor)]) if copies else logits_processor
+    if grammar is not None:
+        grammar = make_matchers(grammar, tokenizer, target.vocabulary, frozenset(ends))
+        rows = [Constraint(partial(grammar, row), target.vocabulary) for row in range(len(input_ids))]
+        first = LogitsProcessorList([GrammarMasks(rows, input_ids.shape[1]), *first])
     requests = read_requests(
         target,
         prompts.tokens,
