@@ -201,8 +201,9 @@ class LibraryMatcher:
         self._check()
         return taken
 
-    def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
+    def fork(self) -> LibraryMatcher:
+        """A copy: after llguidance's own `rollback`, masks can be wrong (1.9.1)."""
+        return LibraryMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def find_allowed(self) -> Tensor:
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)

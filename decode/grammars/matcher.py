@@ -25,8 +25,8 @@ class Matcher(Protocol):
         """Go on by a token. Returns False, and stays as it is, if the grammar forbids the token."""
         ...
 
-    def rollback(self, count: int) -> None:
-        """Take back the last tokens."""
+    def fork(self) -> Matcher:
+        """A matcher of its own in the same state."""
         ...
 
     def find_allowed(self) -> Tensor:
@@ -44,7 +44,7 @@ class Matcher(Protocol):
 
 
 class Constraint:
-    """One request's grammar: its matcher, which moves between the paths of a draft tree.
+    """One request's grammar: a matcher after its answer, and one after each path of a draft tree that is asked about.
 
     make: makes the matcher at the answer's beginning. vocabulary: V.
     An error of a matcher counts as "no token is allowed", so that it ends the answer only if the text gets there.
@@ -52,42 +52,38 @@ class Constraint:
 
     def __init__(self, make: Callable[[], Matcher], vocabulary: int) -> None:
         self._make, self.vocabulary = make, vocabulary
-        self._matcher: Matcher | None = None
         self._answer: list[int] = []
-        self._path: DraftPath = ()  # what the matcher has read after the answer
+        self._matchers: dict[DraftPath, Matcher] = {}
         self._allowed: dict[DraftPath, Tensor | None] = {}
-        self._errors: dict[DraftPath, Exception] = {}  # of the matcher after each path
+        self._errors: dict[DraftPath, Exception] = {}
 
     def find_allowed(self, path: DraftPath = ()) -> Tensor | None:
         """The tokens [V] bool that may follow a path of allowed draft tokens; None: the answer is complete there."""
         if path not in self._allowed:
             try:
-                self._allowed[path] = self._ask(path, self._read_allowed)
+                matcher = self._find(path)
+                self._allowed[path] = None if matcher.is_complete else self._check(matcher.find_allowed())
             except Exception as error:
                 self._errors[path] = error
                 self._allowed[path] = torch.zeros(self.vocabulary, dtype=torch.bool)
         return self._allowed[path]
 
     def find_forced(self, path: DraftPath) -> Sequence[int]:
-        """The tokens that must follow draft tokens, if there is no choice."""
+        """The tokens that must follow a path of allowed draft tokens, if there is no choice."""
         allowed = self.find_allowed(path)
-        if allowed is None or not bool(allowed.any()):
+        if allowed is None or path in self._errors:
             return ()
         try:
-            return self._ask(path, lambda matcher: [*matcher.find_forced()])
+            return [*self._find(path).find_forced()]
         except Exception:  # it is only a hint
             return ()
 
     def take(self, token: int) -> None:
-        """Add a token to the answer. Raises ValueError if the grammar forbids it."""
-        if self._path[:1] == (token,):
-            self._path = self._path[1:]
-        else:
-            self._ask((token,), lambda matcher: None)
-            self._path = ()
+        """Add a token to the answer. Raises ValueError if the grammar forbids it, and what the matcher raises."""
+        self._find((token,))
         self._answer.append(token)
-        self._allowed = {path[1:]: mask for path, mask in self._allowed.items() if path[:1] == (token,)}
-        self._errors = {path[1:]: error for path, error in self._errors.items() if path[:1] == (token,)}
+        self._matchers, self._allowed = shift(self._matchers, token), shift(self._allowed, token)
+        self._errors = shift(self._errors, token)
 
     @property
     def taken(self) -> int:
@@ -106,37 +102,15 @@ class Constraint:
             return None
         return self._errors.get(()) or ValueError(NO_TOKEN_LEFT)
 
-    def _ask(self, path: DraftPath, ask: Callable[[Matcher], T]) -> T:
-        """What the matcher says after the answer and a path. One that fails may do so because of another path."""
-        for _ in range(1 if self._matcher is None else 2):
-            try:
-                return ask(self._move(path))
-            except Exception as error:
-                self._matcher, failed = None, error  # its state is not known any more; the next one is new
-        raise failed
-
-    def _read_allowed(self, matcher: Matcher) -> Tensor | None:
-        return None if matcher.is_complete else self._check(matcher.find_allowed())
-
-    def _move(self, path: DraftPath) -> Matcher:
+    def _find(self, path: DraftPath) -> Matcher:
         """The matcher after the answer and a path."""
-        if self._matcher is None:
-            self._matcher, self._path = self._make(), ()
-            self._read(self._matcher, self._answer)
-        shared = 0
-        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
-            shared += 1
-        if len(self._path) > shared:
-            self._matcher.rollback(len(self._path) - shared)
-        self._path = path[:shared]
-        self._read(self._matcher, path[shared:])
-        self._path = path
-        return self._matcher
-
-    def _read(self, matcher: Matcher, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if not matcher.accept(token):
-                raise ValueError(f"the grammar forbids token {token}, which follows in the answer")
+        if path not in self._matchers:
+            matcher, tokens = (self._find(path[:-1]).fork(), path[-1:]) if path else (self._make(), self._answer)
+            for token in tokens:
+                if not matcher.accept(token):
+                    raise ValueError(f"the grammar forbids token {token}, which follows in the answer")
+            self._matchers[path] = matcher
+        return self._matchers[path]
 
     def _check(self, allowed: Tensor) -> Tensor:
         kind, right = type(allowed).__name__, f"[{self.vocabulary}] of torch.bool on cpu"
@@ -145,6 +119,11 @@ class Constraint:
         if kind != right:
             raise ValueError(f"find_allowed returned {kind}; it must return a tensor {right}")
         return allowed.clone()  # the matcher may write into it
+
+
+def shift(known: Mapping[DraftPath, T], token: int) -> dict[DraftPath, T]:
+    """What is known of paths that begin with a token, by the paths after it."""
+    return {path[1:]: each for path, each in known.items() if path[:1] == (token,)}
 
 
 def constrain(tree: Tree, constraints: Sequence[Constraint | None]) -> tuple[Tree, dict[int, Tensor]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -123,9 +124,8 @@ class TableMatcher:
         self.states.append(self.following[token])
         return True
 
-    def rollback(self, count: int) -> None:
-        assert 0 <= count < len(self.states)
-        del self.states[len(self.states) - count :]
+    def fork(self) -> Matcher:
+        return deepcopy(self)
 
     def find_allowed(self) -> Tensor:
         allowed = torch.zeros(self.vocabulary, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import pytest
@@ -45,10 +46,11 @@ class Failing(SumMatcher):
         self.check("accept")
         return taken
 
-    def rollback(self, count: int) -> None:
-        self.check("rollback")
-        super().rollback(count)
-        del self.tokens[len(self.tokens) - count :]
+    def fork(self) -> Matcher:
+        self.check("fork")
+        copied = copy(self)
+        copied.states, copied.tokens = [*self.states], [*self.tokens]
+        return copied
 
     def find_allowed(self) -> Tensor:
         self.check("find_allowed")
@@ -92,7 +94,7 @@ def test_a_matcher_that_fails_ends_its_request_alone(target: Target, name: str, 
         "accept",
         "find_allowed",
         "is_complete",
-        "rollback",
+        "fork",
         "find_forced",
     ],
 )
@@ -217,11 +219,14 @@ def test_a_matcher_may_return_the_same_tensor_each_time(target: Target) -> None:
 class Complex:
     """llguidance's matcher, with an error after five tokens."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.taken = inner, 0
+    def __init__(self, inner: Any, taken: int = 0) -> None:
+        self.inner, self.taken = inner, taken
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def deep_copy(self) -> Complex:
+        return Complex(self.inner.deep_copy(), self.taken)
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         self.taken += 1

@@ -1,4 +1,4 @@
-"""A request's matcher goes to and fro between paths of a draft tree, and draft trees lose what a grammar forbids."""
+"""What a grammar allows after each path of a draft tree, and trees without what it forbids."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from decode import Tree
-from decode.grammars.grammar import MakeMatcher
-from decode.grammars.matcher import Constraint, constrain, forbid
+from decode import Tree, default_model
+from decode.grammars.grammar import MakeMatcher, make_matchers
+from decode.grammars.matcher import Constraint, Matcher, constrain, forbid
 from tests.support.drafting import tree_of_rows
 from tests.support.grammars import GRAMMARS, PERSON, SumMatcher, TableMatcher, encode, make_matcher, make_target, replay
 
@@ -105,14 +106,14 @@ def test_nothing_follows_a_complete_document() -> None:
 
 def test_a_dead_end_has_no_token_and_an_error() -> None:
     constraint = constrain_table()
-    assert list_tokens(constraint, 7) == [] and constraint.find_forced((7,)) == ()
+    assert list_tokens(constraint, 7) == [] and not constraint.find_forced((7,))
     assert constraint.find_error() is None  # the answer itself goes on
     constraint.take(7)
     assert not constraint.is_complete and "allows no token here" in str(constraint.find_error())
 
 
 def test_a_matcher_makes_few_moves() -> None:
-    """Siblings cost one move back and one ahead, and accepted tokens cost none."""
+    """Each node costs a copy and a token, and accepted tokens cost nothing more."""
     moves: list[str] = []
 
     class Counted(TableMatcher):
@@ -120,17 +121,17 @@ def test_a_matcher_makes_few_moves() -> None:
             moves.append("accept")
             return super().accept(token)
 
-        def rollback(self, count: int) -> None:
-            moves.append("rollback")
-            super().rollback(count)
+        def fork(self) -> Matcher:
+            moves.append("fork")
+            return super().fork()
 
     constraint = Constraint(lambda: Counted(TABLE, SMALL), SMALL)
     for path in ((3,), (3, 5), (3, 5, 5), (3, 5, 9), (3, 5, 5)):  # the last one is known
         constraint.find_allowed(path)
-    assert moves == ["accept", "accept", "accept", "rollback", "accept"]
+    assert moves == ["fork", "accept"] * 4
     for token in (3, 5, 9):
         constraint.take(token)
-    assert len(moves) == 5
+    assert len(moves) == 8
 
 
 # Draft trees.
@@ -220,3 +221,21 @@ def test_the_names_of_fields_are_forced_as_the_tokenizer_cuts_them() -> None:
     begin = encode('{"name": "hello", "co')
     assert constraint.find_forced(()) == encode('{"name": "')[:-1]  # a quote may begin a longer token
     assert constraint.find_forced(tuple(begin)) == encode('lour": "')
+
+
+@pytest.mark.slow
+def test_a_branch_does_not_change_its_sibling() -> None:
+    """llguidance 1.9.1 allows another key after `["` if `{"` was taken there before and taken back by `rollback`."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model().parent)
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    make = make_matchers(schema, tokenizer, len(tokenizer), frozenset({2}))
+    text, object_, array = (
+        [*map(tokenizer.convert_tokens_to_ids, each)]
+        for each in (('{"', "name", '":', '\u0120"', '",', '\u0120"', '":'), ['\u0120{"'], ['\u0120["'])
+    )
+    constraint = Constraint(lambda: make(0), len(tokenizer))
+    for token in text:
+        constraint.take(token)
+    for path in (object_, array, array, object_):
+        found, right = constraint.find_allowed(tuple(path)), replay(make, text + path).find_allowed()
+        assert found is not None and torch.equal(found, right)
