@@ -55,6 +55,7 @@ class EagleProposer(HeadProposer):
 
         Many features at once, as of a prompt, are read here on a GPU too.
         """
+        self._history.read_prompts(self.reader(step))
         cache, device = self._history.cache, step.target.device
         if (
             self.may_be_graph
@@ -125,6 +126,7 @@ class PEagleProposer(EagleProposer):
 
     def read_step(self, step: Step) -> Inputs:
         history, read = self._history, self.reader(step)
+        history.read_prompts(read)
         if max(history.unread_counts) > READ_AT_ONCE:  # as of a prompt
             history.read_but_last(read)
         unread = history.take()

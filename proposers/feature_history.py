@@ -32,7 +32,7 @@ class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
     Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head, until
-    `WAITING` such steps. Prompts of requests that join others are read at once, so that the others need not be padded.
+    `WAITING` such steps.
     window: of the head's layers.
     """
 
@@ -54,7 +54,7 @@ class FeatureHistory:
         return LayerCache(rows, attend_like_target, self.window)
 
     def add(self, step: Step, read: ReadFeatures) -> None:
-        """Take in a step's features. read: reads prompts of requests that join, and what has waited for long."""
+        """Take in a step's features. read: reads what has waited for long."""
         assert step.features is not None
         numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
         features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
@@ -65,21 +65,28 @@ class FeatureHistory:
             self.cache.select(stayed)
             self._unread = [join_parts(self._unread).select(stayed)] if self._unread else []
         if stayed and step.joined:
-            part = part.after([0] * len(stayed) + self._join(part.select(step.joined), step.joined, read))
+            self.cache.add_rows(len(step.joined))
+            self._unread = [join_parts(self._unread).add_rows(len(step.joined))] if self._unread else []
         self._unread.append(part)
         self._steps += 1
         if self._steps > WAITING:
             self.read_but_last(read)
 
-    def _join(self, part: FeaturePart, rows: Sequence[int], read: ReadFeatures) -> Counts:
-        """Add rows, and let a head read their prompts but for each one's last feature. Returns how many it has read."""
-        prompts, cache = part.without_last(), self.make_cache(len(rows))
-        self.cache.add_rows(len(rows))
-        self._unread = [join_parts(self._unread).add_rows(len(rows))] if self._unread else []
-        if max(prompts.counts):
-            read_part(prompts, cache, read)
-            self.cache.fill(rows, cache)
-        return prompts.counts
+    def read_prompts(self, read: ReadFeatures) -> None:
+        """Let a head read the prompts of requests that have joined others, but for each one's last feature.
+
+        Call it before other features are read: else all rows would be padded to these prompts.
+        """
+        new = [row for row, length in enumerate(self.cache.lengths) if length == 0]
+        if 0 < len(new) < len(self.cache.lengths):
+            unread, starts = self.take(), [0] * len(self.cache.lengths)
+            prompts, cache = unread.select(new).without_last(), self.make_cache(len(new))
+            if longest := max(prompts.counts):
+                read_part(prompts.first(longest), cache, read)
+                self.cache.fill(new, cache)
+            for row, count in zip(new, prompts.counts, strict=True):
+                starts[row] = count
+            self._unread = [unread.after(starts)]
 
     @property
     def unread_counts(self) -> list[int]:
@@ -93,6 +100,7 @@ class FeatureHistory:
 
     def read_but_last(self, read: ReadFeatures) -> None:
         """Let a head read the features that it has not read, but for each row's last one."""
+        self.read_prompts(read)
         unread = self.take()
         before = unread.without_last()
         if max(before.counts):
@@ -101,6 +109,7 @@ class FeatureHistory:
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""
+        self.read_prompts(read)
         unread = self.take()
         return pick_last(read_part(unread, self.cache, read), unread.counts_tensor)
 
@@ -119,6 +128,10 @@ class FeaturePart:
         index = copy_packed({"rows": torch.tensor(rows)}, self.features.device)["rows"]
         counts = [self.counts[row] for row in rows]
         return FeaturePart(self.features[index], self.following[index], self.counts_tensor[index], counts)
+
+    def first(self, count: int) -> FeaturePart:
+        """The same without padding, for rows of at most so many features."""
+        return FeaturePart(self.features[:, :count], self.following[:, :count], self.counts_tensor, self.counts)
 
     def without_last(self) -> FeaturePart:
         """The same without each row's last feature."""

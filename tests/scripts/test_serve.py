@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from huggingface_hub import InferenceClient
 
 from decode import Answer, Sampling, Target, generate
@@ -273,6 +274,15 @@ def test_the_pages_example_runs(place: Place, target: Target, capsys: pytest.Cap
     question = [{"role": "user", "content": "Why is the sky blue?"}]
     (expected,) = generate(target, question, None, max_new_tokens=target.context, text=True)
     assert capsys.readouterr().out == expected.text
+
+
+def test_the_pages_custom_generate_runs(target: Target) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.rpartition("```python\n")[2].partition("```")[0], names)
+    prompt = torch.tensor([[28, 35, 28, 35, 28]])
+    made = names["generate"](target.model, prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(made, target.model.generate(prompt, max_new_tokens=8, do_sample=False))
 
 
 def test_hugging_face_client(place: Place, target: Target) -> None:
