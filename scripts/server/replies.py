@@ -131,9 +131,9 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         reason = REASONS[answer.finish]
         if self.readers:
-            content, calls = self.readers[index].read(answer.text, answer.tokens)
-            if calls:
-                message, reason = message | {"content": content or None, "tool_calls": calls}, "tool_calls"
+            message |= self.readers[index].read(answer.text, answer.tokens)
+            if "tool_calls" in message:
+                message, reason = message | {"content": message["content"] or None}, "tool_calls"
         told = self.tell(answer.tokens, answer.log_probs)
         return {"index": index, "message": message, "logprobs": told, "finish_reason": reason}
 
@@ -145,16 +145,19 @@ class ChatReply(Reply):
         ]
 
     def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        text, more = chunk.text, dict[str, Any]()
-        if self.readers:
-            text = self.readers[index].push(text)
-            if chunk.answer is not None:
-                content, calls = self.readers[index].read(self.readers[index].held, chunk.answer.tokens)
-                text += content
-                if calls:
-                    more = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
-        delta = ({"content": text} if text else {}) | more
-        return {"delta": delta} | ({"finish_reason": "tool_calls"} if more else {})
+        if not self.readers:
+            return {"delta": {"content": chunk.text} if chunk.text else {}}
+        reader = self.readers[index]
+        delta: dict[str, Any] = {"content": reader.push(chunk.text)}
+        if chunk.answer is not None:
+            held = reader.read(reader.held, chunk.answer.tokens)
+            delta = held | {"content": delta["content"] + held["content"]}
+        if not delta["content"]:
+            del delta["content"]
+        if "tool_calls" not in delta:
+            return {"delta": delta}
+        calls = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
+        return {"delta": delta | {"tool_calls": calls}, "finish_reason": "tool_calls"}
 
     def tell(self, tokens: Sequence[int], log_probs: Sequence[LogProbs]) -> dict[str, Any] | None:
         if not log_probs:

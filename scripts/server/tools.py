@@ -50,24 +50,20 @@ class ToolReader:
         free, self.held = self.held[:begin], self.held[begin:]
         return free
 
-    def read(self, text: str, tokens: list[int]) -> tuple[str, list[dict[str, Any]]]:
-        """The content and the calls of an answer, or of the end of it that was held back."""
+    def read(self, text: str, tokens: list[int]) -> dict[str, Any]:
+        """The message of an answer, or of the end of it that was held back: `content`, and what else it has of
+        `tool_calls` and `reasoning_content`."""
+        reasoning = None
         if self.forced is not None:
-            return self._read_forced(text)
-        if self.has_template:
-            message = self.tokenizer.parse_response(tokens, prefix=self.prompt, tools=self.tools)
-            calls = [make_call(**call["function"]) for call in message.get("tool_calls") or ()]
-            return message.get("content") or "", calls
-        content, *parts = text.split(BEGIN)
-        calls = []
-        for part in parts:
-            inside, _, after = part.partition(END)
-            try:
-                calls.append(make_call(**json.loads(inside)))
-                content += after.strip()
-            except (ValueError, TypeError):  # it is text
-                content += BEGIN + part
-        return (content.rstrip() if calls else content), calls
+            content, calls = self._read_forced(text)
+        elif self.has_template:
+            found = self.tokenizer.parse_response(tokens, prefix=self.prompt, tools=self.tools)
+            content, reasoning = found.get("content") or "", found.get("reasoning_content") or found.get("thinking")
+            calls = [make_call(**call["function"]) for call in found.get("tool_calls") or ()]
+        else:
+            content, calls = read_tagged(text)
+        parts = {"tool_calls": calls, "reasoning_content": reasoning}
+        return {"content": content} | {name: part for name, part in parts.items() if part}
 
     def _read_forced(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         try:
@@ -77,6 +73,20 @@ class ToolReader:
         if self.forced:
             return "", [make_call(self.forced, found)]
         return "", [make_call(**call) for call in (found if isinstance(found, list) else [found])]
+
+
+def read_tagged(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The content and the calls of a text in the Hermes format."""
+    content, *parts = text.split(BEGIN)
+    calls = []
+    for part in parts:
+        inside, _, after = part.partition(END)
+        try:
+            calls.append(make_call(**json.loads(inside)))
+            content += after.strip()
+        except (ValueError, TypeError):  # it is text
+            content += BEGIN + part
+    return (content.rstrip() if calls else content), calls
 
 
 def make_call(name: str, arguments: Any = None, **others: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from decode import Sampling, Target, default_model, generate
 from draftless_commands.server.tools import ToolReader, write_tools
 from tests.scripts.test_serve import Place
+from tests.support.tokenizers import byte_level
 
 pytest.importorskip("llguidance")
 QUESTION: list[Any] = [{"role": "user", "content": "Describe Ann Lee, 31, from Berlin, who likes red and blue."}]
@@ -168,8 +169,8 @@ def read(text: str, pieces: int, **options: Any) -> tuple[str, str, list[dict[st
     tokenizer: Any = None
     reader, size = ToolReader(tokenizer, [], TOOLS, **options), -(-len(text) // pieces)
     streamed = "".join(reader.push(text[place : place + size]) for place in range(0, len(text), size))
-    content, calls = reader.read(reader.held, [])
-    return streamed, content, [call["function"] for call in calls]
+    found = reader.read(reader.held, [])
+    return streamed, found["content"], [call["function"] for call in found.get("tool_calls", ())]
 
 
 @pytest.mark.parametrize("pieces", [1, 7, 60])
@@ -186,6 +187,42 @@ def test_calls_in_a_text(pieces: int) -> None:
         read(f"[{json.dumps({'name': 'tell_time', 'arguments': {}})}]", pieces, forced="")[2][0]["name"] == "tell_time"
     )
     assert read('{"city": "Ro', pieces, forced="find_weather") == ("", '{"city": "Ro', [])
+
+
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "</s>", "content": "text"},
+    },
+}
+
+
+def test_calls_by_the_tokenizers_response_template() -> None:
+    tokenizer = byte_level()
+    tokenizer.response_template = TEMPLATE
+    prompt, answer = (
+        tokenizer(text)["input_ids"]
+        for text in (
+            "user: Weather in Rome? assistant: ",
+            '<think>Hm.</think>I look.\n<call>{"name": "find_weather", "arguments": {"city": "Rome"}}</call>',
+        )
+    )
+    reader = ToolReader(tokenizer, prompt, TOOLS)
+    assert reader.push("<think>Hm.") == ""  # all is held back
+    found = reader.read(reader.held, answer)
+    assert (found["content"], found["reasoning_content"]) == ("I look.", "Hm.")
+    assert [call["function"] for call in found["tool_calls"]] == [
+        {"name": "find_weather", "arguments": '{"city": "Rome"}'}
+    ]
 
 
 def test_tools_are_text_where_the_template_has_none() -> None:
