@@ -138,6 +138,7 @@ class Engine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests that `read_requests` has made. Raises as `add` does, before any is added."""
+        self.target.backend.release_threads()  # another may make the steps
         with self._adding:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; make another")
@@ -225,6 +226,7 @@ class Engine:
 
     async def step_async(self) -> None:
         """A step in another thread. All that wait at the same time share one, from any event loop."""
+        self.target.backend.release_threads()
         if self._is_closed:  # `close` ends all requests after the step that runs
             await asyncio.sleep(0.01)
             return

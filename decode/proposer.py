@@ -246,7 +246,10 @@ class Drafting:
     def credit(self, request_id: int, tokens: Sequence[int]) -> list[str]:
         """The name of what drafted each accepted token of a request's last tree."""
         if self._credit is not None:
-            return self._credit(request_id, tokens)
+            found = [*self._credit(request_id, tokens)]
+            if len(found) != len(tokens):
+                raise ValueError(f"{self.name}.credit returned {len(found)} names for {len(tokens)} tokens")
+            return found
         return [self.name.removesuffix("Proposer").lower()] * len(tokens)
 
     @contextmanager

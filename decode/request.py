@@ -163,11 +163,8 @@ class Request:
                 pieces.append(self.text.finish())
             except Exception as error:
                 self._fail(error)
-            if self.text.stopped and self.finish in (
-                "grammar",
-                "length",
-                "context",
-            ):  # the text held back had a stop string
+            # The text held back had a stop string.
+            if self.text.stopped and self.finish in ("grammar", "length", "context"):
                 self.finish = "stop"
         return pieces
 

@@ -186,6 +186,7 @@ class Target:
         again.
         """
         self.costs.warm_up(self, batch_size)
+        self.backend.release_threads()
 
     def cost_curve(self, batch_size: int = 1, context: int = CONTEXTS[0]) -> CostCurve:
         """The cost of verifying N nodes relative to one node, after `context` committed tokens.

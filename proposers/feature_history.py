@@ -39,11 +39,12 @@ class FeatureHistory:
     def __init__(self, window: int | None = None) -> None:
         self.window = window
         self.cache, self._unread = self.make_cache(0), list[FeaturePart]()
+        self._is_new: list[bool] = []  # by row: it has joined others, and its prompt is not read
         self._steps = 0  # whose features wait
 
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, self._steps, held = [], 0, self.cache.held
+        self._unread, self._steps, self._is_new, held = [], 0, [False] * rows, self.cache.held
         if held is not None and held[0].device == device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
@@ -63,11 +64,15 @@ class FeatureHistory:
             self._begin(len(counts), features.device)
         elif len(stayed) < len(self.cache.lengths):
             self.cache.select(stayed)
+            self._is_new = [self._is_new[row] for row in stayed]
             self._unread = [join_parts(self._unread).select(stayed)] if self._unread else []
         if stayed and step.joined:
             self.cache.add_rows(len(step.joined))
+            self._is_new += [True] * len(step.joined)
             self._unread = [join_parts(self._unread).add_rows(len(step.joined))] if self._unread else []
         self._unread.append(part)
+        if any(self._is_new) and max(counts) > READ_AT_ONCE:  # it would take much memory, as padding of all rows
+            self.read_prompts(read)
         self._steps += 1
         if self._steps > WAITING:
             self.read_but_last(read)
@@ -77,9 +82,9 @@ class FeatureHistory:
 
         Call it before other features are read: else all rows would be padded to these prompts.
         """
-        new = [row for row, length in enumerate(self.cache.lengths) if length == 0]
-        if 0 < len(new) < len(self.cache.lengths):
-            unread, starts = self.take(), [0] * len(self.cache.lengths)
+        if new := [row for row, is_new in enumerate(self._is_new) if is_new]:
+            self._is_new = [False] * len(self._is_new)
+            unread, starts = join_parts(self._unread), [0] * len(self._is_new)
             prompts, cache = unread.select(new).without_last(), self.make_cache(len(new))
             if longest := max(prompts.counts):
                 read_part(prompts.first(longest), cache, read)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import BooleanOptionalAction
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,13 @@ def make_parser() -> Parser:
 
 def read_grammar(text: str) -> Any:
     """A grammar on the command line, as `decode.stream` takes it."""
-    if text[0] == text[-1] == "/" and len(text) > 2:
-        return re.compile(text[1:-1])
+    if len(text) > 2 and text[0] == text[-1] == "/":
+        try:
+            return re.compile(text[1:-1])
+        except re.error as error:
+            raise ArgumentTypeError(f"{text} is no regular expression: {error}") from error
     if text != "json" and not text.endswith((".json", ".lark")):
-        raise ValueError(text)
+        raise ArgumentTypeError(f"{text!r} is none of: json, a .json file, a .lark file, a /regular expression/")
     return text if text == "json" else Path(text)
 
 

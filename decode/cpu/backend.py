@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import cache
 from math import prod
+from pathlib import Path
 from platform import machine
 from typing import Any
 
@@ -27,7 +30,21 @@ from decode.weights.gguf.model import restore_blocks
 from decode.weights.layers import PackedLayer
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+PAUSE_SOFT = 1  # OpenMP 5.0, section 2.15.1
 WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
+
+
+@cache
+def find_openmp() -> list[ctypes.CDLL]:
+    """torch's copy of GNU's OpenMP, if it has one."""
+    found, torch_folder = list[ctypes.CDLL](), Path(torch.__file__).parent
+    for folder in (torch_folder / "lib", torch_folder.with_name("torch.libs")):
+        for file in folder.glob("libgomp*.so*"):
+            with suppress(OSError, AttributeError):  # it is not loaded, or too old
+                library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD)
+                library.omp_pause_resource_all.restype = ctypes.c_int
+                found.append(library)
+    return found
 
 
 class CpuBackend(Backend):
@@ -58,6 +75,15 @@ class CpuBackend(Backend):
     @property
     def takes_blocks(self) -> bool:  # type: ignore[override]
         return load_native_ops() is None
+
+    def release_threads(self) -> None:
+        """End this thread's helpers. It gets others when it needs them.
+
+        Helpers wait for work in a loop. If there are more threads than cores, GNU's OpenMP lets them sleep instead, and
+        a pass takes twice as long.
+        """
+        for library in find_openmp():
+            library.omp_pause_resource_all(PAUSE_SOFT)
 
     def make_zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """The system maps a page of memory once it is written to: slots that no text reaches take none."""

@@ -64,6 +64,9 @@ class Backend:
         """Wait for all that was launched."""
         torch.get_device_module(self.device).synchronize(self.device)
 
+    def release_threads(self) -> None:
+        """Let passes of another thread be as fast as those of this one."""
+
     def make_zeros(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory for a KV cache."""
         return like.new_zeros(*shape)

@@ -30,8 +30,8 @@ VALUES = {"const", "enum", "default", "examples"}  # and those with values
 MOST_KEPT = 64  # compiled grammars of a compiler
 MOST_COMPILERS = 8  # of a tokenizer: requests may have end tokens of their own
 FORMS = (
-    "a JSON schema (a dict, a pydantic model, the path of a .json file), 'json', a compiled regular expression, a Lark "
-    "grammar (text, the path of a .lark file), a Grammar, or a function that makes a matcher from a request id"
+    "a JSON schema (a dict, a pydantic model, the Path of a .json file), 'json', a compiled regular expression, a Lark "
+    "grammar (text, the Path of a .lark file), a Grammar, or a function that makes a matcher from a request id"
 )
 AnyGrammar: TypeAlias = Any  # `FORMS`
 MakeMatcher: TypeAlias = Callable[[int], Matcher]  # from a request id
@@ -41,8 +41,8 @@ MakeMatcher: TypeAlias = Callable[[int], Matcher]  # from a request id
 class Grammar:
     """What an answer must look like.
 
-    source: a JSON schema (a dict, a pydantic model, or the path of a .json file); "json", which is any JSON object; a
-    compiled regular expression; or a grammar in llguidance's dialect of Lark (text, or the path of a .lark file).
+    source: a JSON schema (a dict, a pydantic model, or the Path of a .json file); "json", which is any JSON object; a
+    compiled regular expression; or a grammar in llguidance's dialect of Lark (text, or the Path of a .lark file).
     JSON is written on one line, with a space after each comma and colon. A pydantic model's answer has its fields only;
     in other schemas "additionalProperties" says so.
     after: the text or token that the grammar begins after, such as "</think>". What is before it is free, but the
@@ -65,17 +65,16 @@ class Grammar:
 
 def read_source(source: Any) -> dict[str, Any]:
     """A source as a grammar of llguidance. Raises as `Grammar` does."""
-    if isinstance(source, Path) or (isinstance(source, str) and re.fullmatch(r"[^\n:]+\.(json|lark)", source)):
-        path = Path(source)
-        if path.suffix not in (".json", ".lark"):
-            raise ValueError(f"{path} is no grammar; a .json file has a JSON schema, and a .lark file a Lark grammar")
+    if isinstance(source, Path):  # a text is never one: it may come from a client
+        if source.suffix not in (".json", ".lark"):
+            raise ValueError(f"{source} is no grammar; a .json file has a JSON schema, and a .lark file a Lark grammar")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the grammar {path} cannot be read: {error}") from error
-        if path.suffix == ".lark":
+            raise ValueError(f"the grammar {source} cannot be read: {error}") from error
+        if source.suffix == ".lark":
             return {"lark_grammar": text}
-        source = parse(text, str(path))
+        source = parse(text, str(source))
     if hasattr(source, "model_json_schema"):
         source = close(source.model_json_schema())
     if source == "json":
@@ -88,6 +87,8 @@ def read_source(source: Any) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"the JSON schema is not JSON: {error}") from error
     if isinstance(source, re.Pattern) and isinstance(source.pattern, str):
+        if not source.pattern or source.flags & re.ASCII:
+            raise ValueError("a regular expression of a grammar is not empty, and its classes are those of Unicode")
         flags = "".join(letter for letter in "imsx" if source.flags & getattr(re, letter.upper()))
         pattern = f"(?{flags}:{source.pattern})" if flags else source.pattern
         return {"lark_grammar": f"start: /{escape_slashes(pattern)}/"}

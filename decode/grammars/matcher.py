@@ -74,7 +74,7 @@ class Constraint:
         if allowed is None or path in self._errors:
             return ()
         try:
-            return [*self._find(path).find_forced()]
+            return [int(token) for token in self._find(path).find_forced()]
         except Exception:  # it is only a hint
             return ()
 

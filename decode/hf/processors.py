@@ -87,15 +87,20 @@ class RowProcessor(ProcessorGroup):
 
 
 class GrammarMasks(LogitsProcessor):
-    """The masks of each row's grammar, for scores that are made once more. columns: of the prompts."""
+    """The masks of each row's grammar, for scores that are made once more.
 
-    def __init__(self, grammars: Sequence[Constraint], columns: int) -> None:
-        self.grammars, self.columns = grammars, columns
+    columns: of the prompts. counts: the tokens of each row's answer; padding follows.
+    """
+
+    def __init__(self, grammars: Sequence[Constraint], columns: int, counts: Sequence[int]) -> None:
+        self.grammars, self.columns, self.counts = grammars, columns, counts
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        masks = dict[int, Tensor]()
-        for row, grammar in enumerate(self.grammars):
-            if input_ids.shape[1] > self.columns and not grammar.is_complete:
+        masks, made = dict[int, Tensor](), input_ids.shape[1] - self.columns
+        for row, (grammar, count) in enumerate(zip(self.grammars, self.counts, strict=True)):
+            if made >= count:
+                continue
+            if made:
                 grammar.take(int(input_ids[row, -1]))
             if (allowed := grammar.find_allowed()) is not None:
                 masks[row] = allowed[None]

@@ -112,8 +112,6 @@ def speculate(
     first = LogitsProcessorList([*map(copy_processor, logits_processor)]) if copies else logits_processor
     if grammar is not None:
         grammar = make_matchers(grammar, tokenizer, target.vocabulary, frozenset(ends))
-        rows = [Constraint(partial(grammar, row), target.vocabulary) for row in range(len(input_ids))]
-        first = LogitsProcessorList([GrammarMasks(rows, input_ids.shape[1]), *first])
     requests = read_requests(
         target,
         prompts.tokens,
@@ -130,6 +128,9 @@ def speculate(
     for request in requests:
         request.call, request.context = call, context
     sequences, counts = _collect(run_requests(target, requests, proposer, nodes), input_ids, streamer, pad or 0)
+    if grammar is not None:  # for the scores
+        rows = [Constraint(partial(grammar, row), target.vocabulary) for row in range(len(input_ids))]
+        first = LogitsProcessorList([GrammarMasks(rows, input_ids.shape[1], counts), *first])
     if returns_any:
         output = make_output(model, call, sequences, counts, generation_config, first)
     return output if generation_config.return_dict_in_generate else sequences

@@ -25,6 +25,7 @@ from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
 from decode import Chunk, Engine, Request
+from decode.grammars.grammar import make_matchers
 from draftless_commands.server.errors import BodyLimit, Refusal, read_faults
 from draftless_commands.server.fields import ChatFields, TextFields
 from draftless_commands.server.metrics import Metrics, Watch
@@ -73,18 +74,21 @@ class Server:
         await whole
         for request in reply.requests:
             check_end(request)
-        return JSONResponse(reply.whole())
+        return JSONResponse(await asyncio.to_thread(reply.whole))
 
     def _add(self, fields: ChatFields | TextFields) -> Reply:
         """Encode the prompts and add their requests. Raises Refusal for what cannot be answered."""
         choices = fields.n or 1
         requests: list[Request] = []
         try:
+            grammar = fields.find_grammar()  # compiled before others have to wait for it
+            if grammar is not None:
+                grammar = make_matchers(grammar, self.target.tokenizer, self.target.vocabulary, self.target.stop_ids)
             with self._adding:  # tokenizers are not for several threads
                 self._check_room(choices * len(fields.prompts))
                 prompts = self._encode(fields)
                 for number, prompt in enumerate(prompts):
-                    settings = fields.read_settings(len(prompt), self.target.vocabulary)
+                    settings = fields.read_settings(len(prompt), self.target.vocabulary) | {"grammar": grammar}
                     if settings["max_new_tokens"] is None:
                         room = self.target.context - len(prompt)
                         settings["max_new_tokens"] = room if isinstance(fields, ChatFields) else min(TEXT_TOKENS, room)
@@ -94,11 +98,11 @@ class Server:
             raise Refusal(400, str(error)) from error
         tokenizer = self.target.tokenizer
         if not isinstance(fields, ChatFields):
-            return TextReply(self.name, tokenizer, requests, choices, fields.told)
+            return TextReply(self.name, tokenizer, requests, choices, fields.streamed)
         tools, readers = fields.given_tools, list[ToolReader]()
         if tools:
             readers = [ToolReader(tokenizer, request.prompt, tools, fields.forced) for request in requests]
-        return ChatReply(self.name, tokenizer, requests, choices, fields.told, readers=readers)
+        return ChatReply(self.name, tokenizer, requests, choices, fields.streamed, readers=readers)
 
     def _check_room(self, new: int) -> None:
         """Raise Refusal if the queue has no room for so many requests."""
@@ -137,7 +141,7 @@ class Server:
                 async for index, chunk in chunks:
                     if chunk.finish is not None:
                         check_end(reply.requests[index])
-                    if chunk.text or chunk.finish or chunk.log_probs or reply.told.include_sources:
+                    if chunk.text or chunk.finish or chunk.log_probs or reply.streamed.include_sources:
                         yield reply.go_on(index, chunk)
         except Exception as error:  # the status is sent already
             refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from draftless_commands.server.grammars import (
     StructuredOutputs,
     Tool,
     ToolChoice,
-    write_call_schema,
+    write_calls,
 )
 from draftless_commands.server.penalties import make_processors
 
@@ -74,15 +74,15 @@ class Fields(Part):
         )
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         limits = {"max_new_tokens": self.max_tokens, "stop": stop, "nodes": self.nodes}
-        return {"sampling": sampling, "grammar": self.find_grammar(), **limits}
+        return {"sampling": sampling, **limits}
 
     def find_grammar(self) -> Any:
         """What the answer must look like; None: anything. Raises ValueError for what cannot be read."""
         return self.structured_outputs and self.structured_outputs.read()
 
     @property
-    def told(self) -> StreamOptions:
-        """What a stream tells besides the text."""
+    def streamed(self) -> StreamOptions:
+        """What a stream has besides the text."""
         return self.stream_options or StreamOptions()
 
 
@@ -128,8 +128,8 @@ class ChatFields(Fields):
             raise ValueError(f"{' and '.join(given)} are given; an answer can fit one of them")
         return next(iter(given.values()), None)
 
-    def _write_calls(self) -> dict[str, Any] | None:
-        """The schema of the calls that must be made; None if none must be."""
+    def _write_calls(self) -> Any:
+        """The grammar of the calls that must be made; None if none must be."""
         if self.tools is None:
             if self.tool_choice not in (None, "none"):
                 raise ValueError("tool_choice needs tools")
@@ -139,7 +139,7 @@ class ChatFields(Fields):
             if self.forced not in tools:
                 raise ValueError(f"tool_choice is {self.forced!r}, which is none of the tools")
             return tools[self.forced].arguments
-        return write_call_schema(self.tools, self.parallel_tool_calls is not False) if self.forced == "" else None
+        return write_calls(self.tools, self.parallel_tool_calls is not False) if self.forced == "" else None
 
     @property
     def forced(self) -> str | None:

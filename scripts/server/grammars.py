@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from decode.grammars.grammar import SPACING, parse
+
 Schema = dict[str, Any]
 
 
@@ -47,14 +49,17 @@ class StructuredOutputs(Part):
 
     @model_validator(mode="after")
     def check(self) -> StructuredOutputs:
-        if len(self.model_fields_set) != 1:
+        if sum(each is not None for each in (self.json_, self.regex, self.choice, self.grammar)) != 1:
             raise ValueError("give one of json, regex, choice and grammar")
         return self
 
     def read(self) -> Any:
         """What was asked for, as `Engine.add` takes it. Raises ValueError for what cannot be read."""
         if self.json_ is not None:
-            return json.loads(self.json_) if isinstance(self.json_, str) else self.json_
+            schema = parse(self.json_, "structured_outputs.json") if isinstance(self.json_, str) else self.json_
+            if not isinstance(schema, dict):
+                raise ValueError("structured_outputs.json is a schema, which is a JSON object")
+            return schema
         if self.regex is not None:
             try:
                 return re.compile(self.regex)
@@ -91,18 +96,13 @@ class ToolChoice(Part):
     function: FunctionName
 
 
-def write_call_schema(tools: list[Tool], are_several: bool) -> Schema:
-    """The schema of a call of one of these tools, or of a list of calls.
-
-    Definitions that a schema of arguments refers to are the whole schema's: two tools with the same names must agree.
-    """
-    calls, definitions = [], dict[str, Schema]()
-    for tool in tools:
-        arguments = dict(tool.arguments)
-        for name in ("$defs", "definitions"):
-            definitions[name] = definitions.get(name, {}) | arguments.pop(name, {})
-        fields = {"name": {"const": tool.function.name}, "arguments": arguments}
-        calls.append({"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False})
-    call: Schema = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    whole: Schema = {"type": "array", "items": call, "minItems": 1} if are_several else call
-    return whole | {name: each for name, each in definitions.items() if each}
+def write_calls(tools: list[Tool], are_several: bool) -> str:
+    """A Lark grammar of a call of one of these tools as JSON, or of a list of calls. Each schema is one of its own."""
+    names = [f"call{number}" for number in range(len(tools))]
+    rules = [f"call: {' | '.join(names)}"]
+    for name, tool in zip(names, tools, strict=True):
+        begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        rules.append(f'{name}: {begin} {name}_arguments "}}"')
+        rules.append(f"{name}_arguments: %json {json.dumps({'x-guidance': SPACING, **tool.arguments})}")
+    start = 'start: "[" call (", " call)* "]"' if are_several else "start: call"
+    return "\n".join([start, *rules])

@@ -25,7 +25,7 @@ REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length",
 class Reply(ABC):
     """One answer of the server: what its choices are made of, as a whole and piece by piece.
 
-    requests: one a choice. choices: how many of them share a prompt. told: what a stream tells besides the text.
+    requests: one a choice. choices: how many of them share a prompt. streamed: what a stream has besides the text.
     prefix, kind, piece: what ids begin with, and the names of whole answers and of pieces.
     """
 
@@ -33,7 +33,7 @@ class Reply(ABC):
     tokenizer: Tokenizer
     requests: Sequence[Request]
     choices: int
-    told: StreamOptions
+    streamed: StreamOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix, kind, piece = "", "", ""
@@ -62,7 +62,7 @@ class Reply(ABC):
             "finish_reason": chunk.finish and REASONS[chunk.finish],
             **self.part(index, chunk),
         }
-        if self.told.include_sources:
+        if self.streamed.include_sources:
             texts = [*chunk.pieces[: len(chunk.tokens) - 1], "".join(chunk.pieces[len(chunk.tokens) - 1 :])]
             choice["pieces"] = [
                 {"text": text, "source": name} for text, name in zip(texts, chunk.sources, strict=False)
@@ -72,12 +72,12 @@ class Reply(ABC):
     def end(self) -> list[str]:
         """The events after the last text."""
         usage = self.write(self.head(self.piece) | {"choices": [], "usage": self.count_usage()})
-        return [*([usage] if self.told.include_usage else []), "data: [DONE]\n\n"]
+        return [*([usage] if self.streamed.include_usage else []), "data: [DONE]\n\n"]
 
     def event(self, choices: list[dict[str, Any]]) -> str:
         event = self.head(self.piece) | {"choices": choices}
-        if self.told.include_usage:
-            event["usage"] = self.count_usage() if self.told.continuous_usage_stats else None
+        if self.streamed.include_usage:
+            event["usage"] = self.count_usage() if self.streamed.continuous_usage_stats else None
         return self.write(event)
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,47 +54,58 @@ class ToolReader:
     def read(self, text: str, tokens: list[int]) -> dict[str, Any]:
         """The message of an answer, or of the end of it that was held back: `content`, and what else it has of
         `tool_calls` and `reasoning_content`."""
-        reasoning = None
+        try:
+            return {name: part for name, part in self._read(text, tokens).items() if part or name == "content"}
+        except Exception:  # what is not as it should be is text
+            return {"content": text}
+
+    def _read(self, text: str, tokens: list[int]) -> dict[str, Any]:
+        names, reasoning = {tool["function"]["name"] for tool in self.tools}, None
         if self.forced is not None:
-            content, calls = self._read_forced(text)
+            content, calls = "", self._read_forced(text)
         elif self.has_template:
             found = self.tokenizer.parse_response(tokens, prefix=self.prompt, tools=self.tools)
             content, reasoning = found.get("content") or "", found.get("reasoning_content") or found.get("thinking")
-            calls = [make_call(**call["function"]) for call in found.get("tool_calls") or ()]
+            made = [call["function"] for call in found.get("tool_calls") or ()]
+            calls = [make_call(call["name"], call.get("arguments")) for call in made]
         else:
-            content, calls = read_tagged(text)
-        parts = {"tool_calls": calls, "reasoning_content": reasoning}
-        return {"content": content} | {name: part for name, part in parts.items() if part}
+            content, calls = read_tagged(text, names)
+        return {"content": content, "tool_calls": calls, "reasoning_content": reasoning}
 
-    def _read_forced(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        try:
-            found = json.loads(text)
-        except ValueError:  # the answer was too long
-            return text, []
+    def _read_forced(self, text: str) -> list[dict[str, Any]]:
+        found = json.loads(text)
         if self.forced:
-            return "", [make_call(self.forced, found)]
-        return "", [make_call(**call) for call in (found if isinstance(found, list) else [found])]
+            return [make_call(self.forced, found)]
+        return [make_call(**call) for call in (found if isinstance(found, list) else [found])]
 
 
-def read_tagged(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The content and the calls of a text in the Hermes format."""
+def read_tagged(text: str, names: Container[str]) -> tuple[str, list[dict[str, Any]]]:
+    """The content and the calls of a text in the Hermes format. Calls of other tools than those named are text."""
     content, *parts = text.split(BEGIN)
     calls = []
     for part in parts:
         inside, _, after = part.partition(END)
         try:
-            calls.append(make_call(**json.loads(inside)))
+            call = make_call(**json.loads(inside))
+        except (ValueError, TypeError, RecursionError):
+            call = None
+        if call is not None and call["function"]["name"] in names:
+            calls.append(call)
             content += after.strip()
-        except (ValueError, TypeError):  # it is text
+        else:
             content += BEGIN + part
     return (content.rstrip() if calls else content), calls
 
 
-def make_call(name: str, arguments: Any = None, **others: Any) -> dict[str, Any]:
-    """A call as OpenAI's API has it. Raises TypeError for what is no call."""
+def make_call(name: str, arguments: Any = None, parameters: Any = None) -> dict[str, Any]:
+    """A call as OpenAI's API has it. parameters: what some models call the arguments.
+
+    Raises TypeError for what is no call.
+    """
     if not isinstance(name, str):
         raise TypeError("a call needs the tool's name")
-    written = arguments if isinstance(arguments, str) else json.dumps({} if arguments is None else arguments)
+    given = parameters if arguments is None else arguments
+    written = given if isinstance(given, str) else json.dumps({} if given is None else given)
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": written}}
 
 
@@ -109,7 +121,9 @@ def write_tools(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its tool calls as text."""
+    """A message with its tool calls, or a tool's result, as text."""
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content')}\n</tool_response>"}
     written = [f"{BEGIN}\n{json.dumps(call['function'])}\n{END}" for call in message.get("tool_calls", ())]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return kept | ({"content": "\n".join([*filter(None, [kept.get("content")]), *written])} if written else {})

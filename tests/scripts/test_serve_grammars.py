@@ -92,6 +92,16 @@ def test_structured_outputs(place: Place, outputs: dict[str, Any], pattern: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("outputs", [{"grammar": "%s"}, {"json": '"%s"'}, {"json": None, "regex": None}])
+def test_a_client_names_no_files(place: Place, tmp_path: Path, outputs: dict[str, Any]) -> None:
+    file = tmp_path / "secret.json"
+    file.write_text('{"const": "secret"}', encoding="utf-8")
+    named = {name: each and each.replace("%s", str(file)) for name, each in outputs.items()}
+    status, body = place.ask(structured_outputs=named)
+    assert status == 400 and "secret" not in body["error"]["message"].replace(str(file), "")
+
+
+@pytest.mark.slow
 def test_a_tool_must_be_called(place: Place) -> None:
     (choice,) = place.client.chat.completions.create(
         **ASKED, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
@@ -180,6 +190,10 @@ def test_calls_in_a_text(pieces: int) -> None:
     assert read(f"Let me see.\n{call}", pieces) == ("Let me see.\n", "", [found])
     assert read(f"{call}\n{call}", pieces) == ("", "", [found, found])
     assert read("1 < 2 <tool", pieces) == ("1 < 2 ", "<tool", [])
+    llama = call.replace("arguments", "parameters")
+    assert read(llama, pieces) == ("", "", [found])
+    other = call.replace("find_weather", "erase_disk")
+    assert read(other, pieces) == ("", other, [])
     assert read("<tool_call>nothing", pieces) == ("", "<tool_call>nothing", [])
     assert read("Plain.", pieces) == ("Plain.", "", [])
     assert read('{"city": "Rome"}', pieces, forced="find_weather") == ("", "", [found])
@@ -231,5 +245,10 @@ def test_tools_are_text_where_the_template_has_none() -> None:
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert messages[0]["content"].startswith("Be brief.\n\nYou may call tools.")
     assert json.dumps(TOOLS[0]["function"]) in messages[0]["content"]
+    told = {"role": "tool", "tool_call_id": "1", "content": "20 C"}
+    assert write_tools({"messages": [*asked, told], "tools": TOOLS})["messages"][3] == {
+        "role": "user",
+        "content": "<tool_response>\n20 C\n</tool_response>",
+    }
     assert messages[2]["content"] == f"<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>"
     assert write_tools({"messages": QUESTION, "tools": []}) == {"messages": QUESTION, "tools": []}
