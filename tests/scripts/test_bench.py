@@ -101,7 +101,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -
     assert rows["none"]["nodes_per_step"] == 0 < rows[OWN]["nodes_per_step"] <= rows["merged:nodes=8"]["nodes_per_step"]
     assert rows["merged:nodes=8"]["nodes_per_step"] < 8  # the root is one of the nodes
     assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1) and rows["hf"]["parts"] is None
-    assert set(rows["merged:nodes=8"]["accepted"]) == {"suffix", "recycling"}
+    assert set(rows["merged:nodes=8"]["accepted"]) == {"suffix", "recycling", "grammar"}
     assert rows["auto:warm=true"]["accepted"]["stored"] >= 0
 
 

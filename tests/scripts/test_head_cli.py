@@ -126,7 +126,7 @@ def test_bench_measures_heads_with_options(call: Call, folder: Path) -> None:
     assert status == 0 and "| eagle3:head=eagle3,depth=2,width=1 " in out and not report["differences"]
     rows = {row["method"]: row for row in report["rows"] if row["category"] == "all"}
     assert rows["hydra:head=hydra,nodes=3"]["nodes_per_step"] <= 2
-    assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "hydra"}
+    assert set(rows["merged:head=hydra"]["accepted"]) == {"suffix", "recycling", "grammar", "hydra"}
     call(bench, *ask, "--methods", "medusa").refused("pass a head that was trained for this target")
     call(bench, *ask, "--methods", "medusa:head=hydra").refused("is of kind hydra, not medusa")
 
