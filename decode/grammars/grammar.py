@@ -136,8 +136,9 @@ def make_matchers(
     grammar = grammar if isinstance(grammar, Grammar) else Grammar(grammar)
     if tokenizer is None:
         raise ValueError("a grammar needs a tokenizer: Target(model, tokenizer)")
-    compilers, key = _COMPILERS.setdefault(tokenizer, {}), (vocabulary, ends, len(tokenizer))
+    key = vocabulary, ends, len(tokenizer)
     with _MAKING:
+        compilers = _COMPILERS.setdefault(tokenizer, {})
         if key not in compilers:
             while len(compilers) >= MOST_COMPILERS:
                 del compilers[next(iter(compilers))]

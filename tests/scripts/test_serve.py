@@ -60,6 +60,14 @@ class Place:
         begin = f"vllm:{name} " if name.endswith("}") else f"vllm:{name}{{"
         return sum(float(line.split()[-1]) for line in lines if line.startswith(begin))
 
+    def wait_until_idle(self) -> None:
+        """Wait until no request is left. Fails if some are after ten seconds."""
+        for _ in range(200):
+            if not self.read_metric("num_requests_running") + self.read_metric("num_requests_waiting"):
+                return
+            time.sleep(0.05)
+        pytest.fail("requests are left")
+
     def end(self) -> int:
         """SIGTERM. Returns the exit status."""
         self.process.send_signal(signal.SIGTERM)
@@ -254,12 +262,7 @@ def test_a_client_that_goes_away_ends_its_request_alone(place: Place, target: Ta
         assert place.client.chat.completions.create(**ASKED).choices[0].message.content == expected.text
         for connection in connections:
             connection.close()
-        for _ in range(100):
-            if not place.read_metric("num_requests_running") + place.read_metric("num_requests_waiting"):
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail("requests are left")
+        place.wait_until_idle()
         aborted, *finished = (place.read_metric(ended % each) for each in ("abort", "stop", "length"))
         assert (aborted, sum(finished)) == (before[0] + 3, sum(before[1:]) + 1)
 

@@ -178,12 +178,7 @@ def test_five_hundred_clients_that_leave(save_model: Callable[..., Path]) -> Non
         assert [each.result()[1]["choices"] for each in stayed] == [expected] * 10
         for each in gone:
             each.result()
-    for _ in range(200):
-        if not place.read_metric("num_requests_running") + place.read_metric("num_requests_waiting"):
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("requests are left")
+    place.wait_until_idle()
     assert len(os.listdir(f"/proc/{place.process.pid}/fd")) < 60
     assert place.ask(**fields)[1]["choices"] == expected
     assert place.end() == 0
