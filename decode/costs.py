@@ -20,7 +20,6 @@ from filelock import FileLock
 from torch import distributed
 from tqdm import tqdm
 
-from decode.devices.backend import Backend
 from decode.devices.cost_curve import CostCurve, StepTimes
 from decode.devices.user_cache import PARTIAL, environment, scratch, user_cache
 from decode.models.facts import has_hooks
@@ -102,9 +101,16 @@ class Costs:
         self.steps, self._measured, self._derived = StepTimes(), {}, {}
 
     def _find_fixed(self, target: StockModel, rows: int) -> CostCurve:
+        """The same in every run. In a `torch.distributed` group the first rank's, so all ranks must call this."""
         if (1, 0) not in self._derived:
-            self._derived[1, 0] = choose_fixed(self.fixed, target.backend)
-        return self._derived.setdefault((rows, 0), for_batch(self._derived[1, 0], rows))
+            known = target.backend.find_fixed_costs(target.model)
+            curves = [self.fixed if isinstance(self.fixed, CostCurve) else CostCurve(*known)]
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.broadcast_object_list(curves, src=0)
+            self._derived[1, 0] = curves[0]
+        if (rows, 0) not in self._derived:
+            self._derived[rows, 0] = for_batch(self._derived[1, 0], rows)
+        return self._derived[rows, 0]
 
     def _time_slot(self, target: StockModel) -> float:
         """The seconds in which attention reads one more committed token; 0 if only one context is measured."""
@@ -125,18 +131,6 @@ class Costs:
             else:
                 save_curve(file, curve)
         return curve or self.find(target, rows if context > CONTEXTS[0] else rows // 4, CONTEXTS[0])
-
-
-def choose_fixed(chosen: bool | CostCurve, backend: Backend) -> CostCurve:
-    """The fixed curve for one text at a time, where every run or every rank must draft the same trees.
-
-    chosen: a stored curve, or True for the curve of the kind of device. In a `torch.distributed` group the first rank's
-    counts, so every rank must call this.
-    """
-    curves = [chosen if isinstance(chosen, CostCurve) else CostCurve(*backend.fixed_costs)]
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.broadcast_object_list(curves, src=0)
-    return curves[0]
 
 
 def for_batch(curve: CostCurve, rows: int, each_row: float = 0.0) -> CostCurve:

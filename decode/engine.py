@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import signature
 from itertools import count, islice
 from math import inf
 from pathlib import Path
@@ -32,19 +33,7 @@ PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one to
 LONGEST = 1 << 13  # tokens of a part, whatever it costs
 WHOLE = 1 << 30  # tokens of a part: whole prompts
 MOST_AT_ONCE = 1 << 12  # requests with the same prompt
-# Of a request, as `read_requests` takes them.
-SETTINGS = (
-    "sampling",
-    "max_new_tokens",
-    "stop",
-    "stop_ids",
-    "criterion",
-    "chat",
-    "nodes",
-    "text",
-    "log_probs",
-    "grammar",
-)
+SETTINGS = [*signature(read_requests).parameters][3:-2]  # of a request, after target, prompts and ids
 
 
 class Engine:
@@ -81,7 +70,7 @@ class Engine:
         self._part = None if part is None else read_count(part, "part")
         self.proposer = as_proposer(proposer, target)
         kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
-        self._prefixes = Prefixes(kept_bytes) if kept_bytes else None
+        self.prefixes = Prefixes(kept_bytes) if kept_bytes else None
         self._version = target.read_version()  # of the weights that all that is kept was computed with
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
@@ -149,23 +138,12 @@ class Engine:
                     reason = "leave them out or use lossless acceptance"
                     raise ValueError(f"typical acceptance supports no logits processors; {reason}")
             for request in requests:
-                request.driver, self._requests[request.request_id] = self, request
+                request.engine, self._requests[request.request_id] = self, request
             self._waiting.extend(requests)
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" at the next step. One that has ended stays as it is."""
         request.is_cancelled = self._has_cancelled = True
-
-    @property
-    def kept_bytes(self) -> int:
-        """The most bytes of texts that have ended."""
-        return 0 if self._prefixes is None else self._prefixes.most
-
-    @kept_bytes.setter
-    def kept_bytes(self, most: int) -> None:
-        if self._prefixes is None:
-            raise ValueError("this engine keeps no texts; make it with kept_bytes")
-        self._prefixes.most = read_whole(most, "kept_bytes", 0)
 
     def close(self) -> None:
         """Cancel all requests and free what they used. No more can be added."""
@@ -204,11 +182,12 @@ class Engine:
                 with torch.inference_mode():  # a step makes hundreds of small calls, which cost less in this mode
                     chunks = self._end_cancelled() if self._has_cancelled else []
                     chunks += self._follow_weights()
-                    if self._batch is not None and self._batch.requests:
+                    if self._batch is not None and self._batch.last is not None:
                         chunks += self._batch.step()
                         if any(chunk.finish for chunk in chunks):
                             self._release()
-                    chunks += self._admit()
+                    if self._waiting or self._reading is not None:
+                        chunks += self._admit()
             except BaseException as error:
                 self._end_all(*(("error", error) if isinstance(error, Exception) else ("cancelled",)))
                 raise
@@ -254,7 +233,8 @@ class Engine:
         """The most tokens of prompts that are read between two steps."""
         if self._part is None:
             is_known = self.target.deterministic or find_member(self.proposer, "adaptive")
-            cost = self.target.cost_curve() if is_known else CostCurve(*self.target.backend.fixed_costs)
+            usual = self.target.backend.find_fixed_costs(self.target.model)
+            cost = self.target.cost_curve() if is_known else CostCurve(*usual)
             size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
             more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
             self._part = int(min(max(size + more, size), LONGEST))
@@ -262,8 +242,6 @@ class Engine:
 
     def _admit(self) -> list[Chunk]:
         """Read prompts: whole ones if nothing is decoded, else a part of the next ones."""
-        if not self._waiting and self._reading is None:
-            return []
         chunks = self._follow_weights(deep=True) if self._reading is None and self._count_free() else []
         most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
         while left > 0 and (reading := self._reading or self._begin_reading(left, most)):
@@ -286,7 +264,7 @@ class Engine:
     def _begin_batch(self) -> Batch:
         if find_member(self.proposer, "adaptive"):
             self.target.warm_up(self.rows)
-        return Batch(self.target, self.proposer, self.nodes, self._rule, self._prefixes)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes)
 
     def _take_alike(self, left: int, most: int) -> list[Request]:
         """The next waiting request, and others whose prompts have a similar length and fit into a part with it.
@@ -348,8 +326,8 @@ class Engine:
         if version == self._version:
             return []
         self._version = version
-        if self._prefixes is not None:
-            self._prefixes.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
         begun = [*(self._batch.requests if self._batch else ()), *(self._reading.requests if self._reading else ())]
         error = ValueError("the model's weights changed while this answer was decoded; ask again")
         chunks = [self._end(request, "error", error) for request in begun if request.finish is None]

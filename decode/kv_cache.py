@@ -148,7 +148,8 @@ class KVCache(Cache):
             have = block.keys.shape[1]
             if rows > have:
                 block.allocate(max(rows, 2 * have), self.capacity, self.lengths)
-            block.show(rows)
+            block.rows = rows
+            block.hold(block.keys, block.values)
 
     def replace(self, rows: Sequence[int], other: KVCache, sources: Sequence[int]) -> None:
         """Replace these rows by the rows `sources` of another cache, in order."""
@@ -193,7 +194,8 @@ class KVCache(Cache):
             shape = max(1, min(left, TOGETHER)), self._round_rows(len(self.lengths)), self.capacity
             block = Block(*(_allocate(states, *shape) for states in (keys, values)))
             self.blocks.append(block)
-        block.add(layer)
+        block.layers.append(layer)
+        block.hold(block.keys, block.values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Also of models without attention layers."""
@@ -226,10 +228,6 @@ class Block:
         pairs = (keys, self.keys), (values, self.values)
         return len(self.layers) < len(self.keys) and all(_kind(new) == _kind(held) for new, held in pairs)
 
-    def add(self, layer: KVLayer) -> None:
-        self.layers.append(layer)
-        self.hold(self.keys, self.values)
-
     def trim(self) -> None:
         """Free the parts that no layer has taken: other layers have another shape, or use another layer's keys."""
         count = len(self.layers)
@@ -239,11 +237,6 @@ class Block:
         """Move to new memory for so many rows and slots, with the first `filled[b]` slots of each row."""
         self.hold(_enlarge(self.keys, rows, slots, filled), self.values)  # one after the other takes less memory
         self.hold(self.keys, _enlarge(self.values, rows, slots, filled))
-
-    def show(self, rows: int) -> None:
-        """Let layers see so many rows."""
-        self.rows = rows
-        self.hold(self.keys, self.values)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy slots `source` [B, T] to slots `destination`. They may overlap."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from decode.proposer import Drafting, Proposer, Step, join_rows
 from decode.reading import Reading
 from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs, Seconds, Stats
-from decode.session import Inputs, Session, Verdict
+from decode.session import Session, Verdict
 from decode.target import Target
 from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.trees.noise import KEY_NAMES, row_keys
@@ -53,13 +54,16 @@ class Batch:
         assert self.session is not None and self.last is not None
         seconds, step, requests = Seconds(), self.last, self.last.requests
         limits = [min(request.nodes, self.nodes) for request in requests]
-        upload = self._begin(self.session, step)
+        depths = [request.room - 1 for request in requests]  # the bonus token needs room as well
+        upload = self._begin(self.session, step, depths)
         seconds.lap("rest")
         with self.target.backend.running():
-            drafted = self.drafting.propose(step, max(limits) if max(step.room) > 1 else 1)
+            drafted = self.drafting.propose(step, max(limits) if max(depths) > 0 else 1)
         seconds.lap("proposer")
-        tree, allowed = constrain(self._prepare(drafted, step, upload, limits), [each.grammar for each in requests])
-        tree = self.session.place(tree)
+        tree, allowed = self._prepare(drafted, step, upload, limits, depths), dict[int, Tensor]()
+        if any(request.grammar for request in requests):
+            tree, allowed = constrain(tree, [request.grammar for request in requests])
+        tree = tree if tree.tokens.device == self.target.device else self.session.place(tree)
         sampling = self._find_sampling(requests) if self.target.has_graphs else None
         verdict = self.session.verify(tree, sampling=sampling)
         seconds.lap("target")
@@ -81,7 +85,7 @@ class Batch:
             self.target.learn_cost(step.sequences, nodes, seconds.total - seconds.proposer)
         return chunks
 
-    def open(self, rows: int, is_whole: bool, inputs: Inputs | None = None) -> Session:
+    def open(self, rows: int, is_whole: bool, inputs: Any = None) -> Session:
         """An empty session. The first one that `is_whole`, a row for each request, becomes the batch's own."""
         is_own, layers = self.session is None and is_whole, self.drafting.layers
         if is_own and inputs is None:
@@ -157,15 +161,15 @@ class Batch:
             session.close()
         self.session = self._own = self.last = None
 
-    def _begin(self, session: Session, step: Step) -> Upload:
+    def _begin(self, session: Session, step: Step, depths: list[int]) -> Upload:
         """Copy all that the next pass needs to the device at once, and find the features of all committed tokens."""
         upload, requests, drafting = session.begin_upload(), step.requests, self.drafting
         upload.add({"roots": torch.tensor(step.bonus)} | _list_keys(requests, self.nodes))
         if drafting.layers:
             upload.add(list_numbers(step.committed, step.bonus, step.path))
         if self.target.backend.waits:
-            upload.add({"limits": torch.tensor([each.room - 1 for each in requests])})
-        step.upload, step.given = upload, max(session.count_given())
+            upload.add({"limits": torch.tensor(depths)})
+        step.upload, step.given = upload, 0 if session.states is None else max(session.count_given())
         if step.states is not None:
             path = upload["path"][: len(step.states), :, None]
             found = step.states.gather(1, path.expand(-1, -1, step.states.shape[2]))
@@ -176,13 +180,13 @@ class Batch:
                 self._features.setdefault(request.request_id, []).append(found[: len(tokens)].clone())
         return upload
 
-    def _prepare(self, tree: Tree, step: Step, upload: Upload, limits: Sequence[int]) -> Tree:
+    def _prepare(self, tree: Tree, step: Step, upload: Upload, limits: Sequence[int], depths: list[int]) -> Tree:
         """The tree, checked and without draft tokens that a row has no room for.
 
-        They would cost time, and the model may have no positions for them. The bonus token needs room as well.
+        They would cost time, and the model may have no positions for them. depths: that each row has room for.
         """
         assert self.session is not None
-        depths, most = [room - 1 for room in step.room], max(limits)
+        most = max(limits)
         is_read = self.target.is_recurrent or any(request.grammar for request in step.requests)
         if is_read or not (waits(tree.tokens) and self.target.backend.waits):
             tree = tree.to(torch.device("cpu"))
@@ -209,7 +213,8 @@ class Batch:
             return unpack(verdict.packed)
         texts = {request.request_id: request.sequence for request in requests}
         samplings = [request.sampling for request in requests]
-        return accept_rows(self.rule, tree, forbid(verdict.logits, allowed), samplings, texts, noise)
+        logits = forbid(verdict.logits, allowed) if allowed else verdict.logits
+        return accept_rows(self.rule, tree, logits, samplings, texts, noise)
 
     def _deliver(self, step: Step, accepted: Accepted, seconds: Seconds) -> list[Chunk]:
         """Add a pass's tokens to the answers. Returns a chunk per row."""

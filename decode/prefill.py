@@ -153,23 +153,11 @@ class Text:
         session.rewind(0, len(self.tokens))
         return Text(self.tokens, session, 0, self.first(len(self.tokens)).features)
 
-    @property
-    def states(self) -> list[Tensor]:
-        """The keys and values of all rows of its session."""
-        return [states for block in self.session.cache.blocks for states in (block.keys, block.values)]
-
-    @property
-    def bytes(self) -> int:
-        """That are allocated for it, in a session of its own."""
-        states = self.session.count_state_bytes(self.row)
-        return states + sum(tensor.nbytes for tensor in (*self.states, *self.features))
-
-    @property
-    def least_bytes(self) -> int:
-        """That it needs in a session of its own."""
-        own = [states[:, :1, :, : len(self.tokens)] for states in self.states]
-        states = self.session.count_state_bytes(self.row)
-        return states + sum(tensor.nbytes for tensor in (*own, *self.features))
+    def count_bytes(self, slots: int | None = None) -> int:
+        """The bytes of its session, if that has no other text. slots: as if it had no more of them, of one row."""
+        states = self.session.cache.states
+        own = states if slots is None else [each[:, :1, :, :slots] for each in states]
+        return self.session.count_state_bytes(self.row) + sum(each.nbytes for each in (*own, *self.features))
 
 
 class Prefixes:
@@ -181,13 +169,13 @@ class Prefixes:
 
     @property
     def bytes(self) -> int:
-        return sum(text.bytes for text in self._texts.values())
+        return sum(text.count_bytes() for text in self._texts.values())
 
     def add(self, text: Text) -> None:
         """Keep a copy of a text, as far as its row can go back. Others that it begins with are dropped."""
         length = text.session.find_beginning(text.row, len(text.tokens))
         text = text if length == len(text.tokens) else text.first(length)
-        if len(text.tokens) < SHORTEST or text.least_bytes > self.most:
+        if len(text.tokens) < SHORTEST or text.count_bytes(len(text.tokens)) > self.most:
             return
         for tokens in [tokens for tokens in self._texts if text.tokens[: len(tokens)] == tokens]:
             del self._texts[tokens]

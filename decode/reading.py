@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +16,20 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.prefill import Fuse, Read, Text, find_unique, read_in_parts
 from decode.request import Request
 from decode.requests.answer import Seconds
-from decode.session import Inputs, Session
+from decode.session import Session
 
 
 class Reading:
     """Prompts while they are read, at most so many tokens of all in a pass. Equal ones are read once.
 
     open: makes an empty session, see `Batch.open`. find: finds a prompt's beginning that is computed already. fuse: as
-    in `Session`. rows: each request's row of the session. seconds: that reading has taken.
+    in `decode.prefill`. rows: each request's row of the session. seconds: that reading has taken.
     """
 
     def __init__(
         self,
         requests: list[Request],
-        open: Callable[[int, bool, Inputs | None], Session],
+        open: Callable[[int, bool, Any], Session],
         find: Callable[[list[int]], Text | None],
         fuse: Fuse | None,
         most: int,

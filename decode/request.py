@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from decode.grammars.grammar import AnyGrammar, make_matchers
 from decode.grammars.matcher import Constraint
@@ -20,18 +20,6 @@ from decode.trees.processors import RequestProcessors, copy_processor
 from decode.trees.sampling import NO_TOKEN, Sampling
 
 NODES = 64  # of a tree at most, by default
-
-
-class Driver(Protocol):
-    """What makes the next steps of a request: the engine that it was added to."""
-
-    def drive(self, request: Request) -> None:
-        """Make a step, unless the request has chunks or has ended meanwhile."""
-        ...
-
-    async def step_async(self) -> None:
-        """Wait for a step that is made in another thread."""
-        ...
 
 
 @dataclass(eq=False)
@@ -49,7 +37,7 @@ class Request:
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
     grammar: what its answer must look like; None: anything.
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
-    is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. driver: its engine.
+    is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. engine: it was added to it.
     call: the `generate` call of transformers that it belongs to (`decode.hf.call`).
     """
 
@@ -68,7 +56,7 @@ class Request:
     exception: Exception | None = None
     is_cancelled: bool = False
     answer: Answer | None = None
-    driver: Driver | None = None
+    engine: Any = None
     call: Any = None
     noise_id: int = -1
 
@@ -86,8 +74,7 @@ class Request:
                 yield self._chunks.popleft()
             if is_finished:
                 return
-            assert self.driver is not None
-            self.driver.drive(self)
+            self.engine.drive(self)
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         while True:
@@ -96,8 +83,7 @@ class Request:
                 yield self._chunks.popleft()
             if is_finished:
                 return
-            assert self.driver is not None
-            await self.driver.step_async()
+            await self.engine.step_async()
 
     @property
     def is_waited_for(self) -> bool:

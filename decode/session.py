@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,24 +58,12 @@ class Steps(Protocol):
         ...
 
 
-class Inputs(Protocol):
-    """What the rows of a session have as inputs besides their tokens."""
-
-    def select(self, places: Sequence[int]) -> Self: ...
-
-    def join(self, other: Any) -> Self: ...
-
-    def rewrite(self, inputs: dict[str, Any], session: Session, lengths: Tensor, depth: Tensor) -> dict[str, Any]:
-        """The model's inputs for nodes of some `depth` [B, N] after `lengths` [B] committed tokens."""
-        ...
-
-
 class Session:
     """The target's KV cache for one batch: `verify` runs the target over a tree, `keep` commits a path of it.
 
     layers: the hidden states that verdicts carry as features. steps: makes the passes, if it is given. states: of the
-    target's recurrent layers. inputs: what the rows have besides tokens. keeps_beginnings: whether rows with a state
-    can go back to a beginning of their text; others always can.
+    target's recurrent layers. inputs: what the rows have besides tokens (`decode.hf.call`). keeps_beginnings: whether
+    rows with a state can go back to a beginning of their text; others always can.
     """
 
     keeps_beginnings = False
@@ -88,7 +76,7 @@ class Session:
         *,
         steps: Steps | None = None,
         states: States | None = None,
-        inputs: Inputs | None = None,
+        inputs: Any = None,
     ) -> None:
         self.target, self.layers, self.steps, self.inputs = target, tuple(layers), steps, inputs
         self.states = States(rows, target.config) if target.is_recurrent and states is None else states
@@ -124,7 +112,7 @@ class Session:
 
     def place(self, tree: Tree) -> Tree:
         """The tree on the target's device."""
-        if tree.tokens.device == self.target.device or waits(tree.tokens):
+        if waits(tree.tokens):
             return tree.to(self.target.device)
         upload, tensors = self._upload or self.begin_upload(), tree.tensors()
         upload.add(tensors)
@@ -192,7 +180,7 @@ class Session:
             verdict = self.steps.verify(self, tree, upload, sampling)
             self._has_moved = verdict.packed is not None
             return verdict
-        unmasked = not start and self.inputs is None and self._needs_no_mask(tree)
+        unmasked = not (start or target.needs_masks) and self.inputs is None and self._needs_no_mask(tree)
         lengths = self.cache.reserve(start, count, target.device, upload["lengths"], exact=unmasked)
         sees_all = target.sees_texts_whole and self.inputs is None
         seen = None if unmasked else target.backend.count_seen(self.cache.lengths) if sees_all else 0
@@ -266,7 +254,7 @@ class Session:
         Without committed tokens, it would not hide unused slots from a single node.
         """
         target, width, lengths = self.target, tree.width, self.cache.lengths
-        if not tree.is_chain or target.needs_masks:
+        if not tree.is_chain:
             return False
         if not any(lengths):
             return width > 1

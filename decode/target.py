@@ -19,7 +19,7 @@ from decode.devices.backend import NEEDS, check_mode, find_backend
 from decode.devices.cost_curve import CostCurve
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
-from decode.models.facts import ModelFacts, find_device, find_output_matrix, find_stop_ids, has_hooks
+from decode.models.facts import ModelFacts, find_device, has_hooks
 from decode.models.fingerprint import fingerprint_template, fingerprint_vocabulary, fingerprint_weights
 from decode.models.loading import FIXED16, load_model
 from decode.requests.text import Tokenizer
@@ -138,14 +138,10 @@ class Target:
             self.passes_flat = True  # while it is tried
             self.passes_flat = agrees_flat(self)
         if mode in ("auto", "graphs") and "graphs" not in self.backend.lacks and not has_hooks(model):
-            self._use_graphs(must=mode == "graphs")
-
-    def _use_graphs(self, must: bool) -> None:
-        """Make steps graphs, if the model's code allows it. Raises ValueError if it must and does not."""
-        fault = self.backend.find_graph_fault(self)
-        if fault is not None and must:
-            raise ValueError(f"{self.config.model_type} cannot have CUDA graphs ({fault}); choose auto or packed")
-        self.has_graphs = fault is None
+            fault = self.backend.find_graph_fault(self)
+            if fault is not None and mode == "graphs":
+                raise ValueError(f"{self.config.model_type} cannot have CUDA graphs ({fault}); choose auto or packed")
+            self.has_graphs = fault is None
 
     def read_version(self, deep: bool = False) -> int:
         """A number that rises when the model's weights or adapters have changed. What was computed before is void then.
@@ -236,12 +232,20 @@ class Target:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer, from the model's generation config."""
-        return find_stop_ids(self.model)
+        config = self.model.generation_config
+        ids = config.eos_token_id if config is not None else None
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
 
     @property
     def output_matrix(self) -> Tensor:
         """The output layer's matrix [V, H]. Raises ValueError if the model has no dense one."""
-        return find_output_matrix(self.model)
+        output, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if hasattr(output, "dense_weight") and not (self.config.tie_word_embeddings and hasattr(embeddings, "weight")):
+            return output.dense_weight()
+        matrix = getattr(embeddings if self.config.tie_word_embeddings else output, "weight", None)
+        if not isinstance(matrix, Tensor) or matrix.is_meta:
+            raise ValueError(f"{type(self.model).__name__} has no dense output matrix that a head could share")
+        return matrix.detach()
 
     @property
     def output_bias(self) -> Tensor | None:

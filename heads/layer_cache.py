@@ -137,7 +137,11 @@ class LayerCache:
         new = keys.detach(), values.detach()
         self._hold(self.held or new, used, len(keys), heads.stop)
         for held, each in zip(self.allocated(), new, strict=True):
-            _put(held[:, heads], each, slots)
+            part = held[:, heads]  # [B, G, S, D]
+            if isinstance(slots, slice):
+                part[:, :, slots] = each
+            else:  # [B, T]
+                part[torch.arange(len(each), device=each.device)[:, None], :, slots] = each.transpose(1, 2)
 
     def reserve(self, slots: int) -> None:
         """Make room for so many slots. For a cache that was written to."""
@@ -162,15 +166,13 @@ class LayerCache:
             self._placed = lengths, lengths[:, None] + torch.arange(count, device=device)
         return self._placed[1]
 
-    def text_mask(
-        self, device: torch.device, dtype: torch.dtype, window: int | None, count: int = 1, begin: int = 0
-    ) -> Tensor:
+    def text_mask(self, device: torch.device, dtype: torch.dtype, window: int | None, count: int) -> Tensor:
         """What `count` draft tokens attend to before drafted ones: the row's text, or what their windows have of it.
 
-        begin: how many tokens after the text the first one is. Returns [B, T, S] to add to the scores.
+        Returns [B, T, S] to add to the scores.
         """
-        slots, own = torch.arange(max(self.lengths), device=device), self.positions(begin + count, device)[..., None]
-        return hide(is_unseen(slots, own[:, :1] - 1, own[:, begin:], window), dtype).expand(-1, count, -1)
+        slots, own = torch.arange(max(self.lengths), device=device), self.positions(count, device)[..., None]
+        return hide(is_unseen(slots, own[:, :1] - 1, own, window), dtype).expand(-1, count, -1)
 
     def keep(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
         """Keep the first counts[b] of the text tokens written last. on_device: the counts [B], if they are there."""
@@ -238,11 +240,3 @@ def is_unseen(slots: Tensor, last: Tensor, own: Tensor, window: int | None) -> T
 def hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask that hides what is true in `hidden`, to add to scores of this dtype."""
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
-
-
-def _put(held: Tensor, new: Tensor, slots: slice | Tensor) -> None:
-    """Write new keys or values [B, G, T, D] at slots [B, T], or a slice of all rows."""
-    if isinstance(slots, slice):
-        held[:, :, slots] = new
-    else:
-        held[torch.arange(len(new), device=new.device)[:, None], :, slots] = new.transpose(1, 2)

@@ -269,9 +269,9 @@ class DraftBudget:
 
         expected[n]: the tokens that they should have accepted after growing n times.
         """
-        costs = self._find_growth_times(expected)
+        costs = self._find_times(expected, self.unit)
         times = choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
-        self._take(1 + self.unit * times, expected[times], levels * self.level_time)
+        self._take(1 + self.unit * times, expected[times], levels)
         return times
 
     def find_gain(self, expected: Sequence[float]) -> float:
@@ -279,7 +279,7 @@ class DraftBudget:
 
         expected: as in `choose_growth`.
         """
-        times = self._find_growth_times(expected)
+        times = self._find_times(expected, self.unit)
         pairs = zip(expected, times, strict=True)
         return max(self.acceptance_ratio * tokens - self.rate * (time - times[0]) for tokens, time in pairs)
 
@@ -288,26 +288,23 @@ class DraftBudget:
 
         expected[n - 1]: the tokens that n levels should have accepted.
         """
-        times = self._find_times(range(1, len(expected) + 2), [0.0, *expected])[1:]
+        times = self._find_times([0.0, *expected], 1)[1:]
         costs = [time + level * self.level_time for level, time in enumerate(times, start=1)]
         levels = 1 + choose_fastest([self.acceptance_ratio * tokens for tokens in expected], costs, self.rate)
-        self._take(1 + levels, expected[levels - 1], levels * self.level_time)
+        self._take(1 + levels, expected[levels - 1], levels)
         return levels
 
-    def _find_growth_times(self, expected: Sequence[float]) -> list[float]:
-        """The times of verifying trees that have grown 0, 1, ... times by `unit` nodes."""
-        return self._find_times([1 + self.unit * times for times in range(len(expected))], expected)
-
-    def _find_times(self, sizes: Sequence[float], expected: Sequence[float]) -> list[float]:
-        """The times of verifying trees of these sizes; the first is the root alone. expected: their accepted tokens."""
+    def _find_times(self, expected: Sequence[float], unit: float) -> list[float]:
+        """The times of verifying trees that have grown 0, 1, ... times by `unit` nodes. expected: accepted tokens."""
+        sizes = [1 + unit * times for times in range(len(expected))]
         if not self.is_recurrent:
             return [*map(self.cost, sizes)]
         right = [self.acceptance_ratio * tokens for tokens in expected]
         p = [1.0, *(more - less for less, more in pairwise(right))]
         return [chain_time(self.cost, self.given, *each) for each in zip(sizes, right, p, strict=True)]
 
-    def _take(self, nodes: float, expected: float, drafting_time: float) -> None:
+    def _take(self, nodes: float, expected: float, levels: int) -> None:
         self.nodes, self._expected_last = nodes + self.given, expected
         self._steps = MEMORY * self._steps + 1
-        self._time = MEMORY * self._time + self.cost(self.nodes) + drafting_time
+        self._time = MEMORY * self._time + self.cost(self.nodes) + (levels and levels * self.level_time)
         self._weigh()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Step
@@ -19,11 +19,12 @@ from decode.devices.attention import attend
 from decode.devices.graph import MOST_KEPT
 from decode.devices.transfer import copy_packed, waits
 from heads import LayerCache
-from proposers.tree_proposer import numbers_of
 
 READ_AT_ONCE = 512  # tokens per row and pass of a head while it reads a prompt
-WAITING = 256  # steps whose features wait for a draft at most: they take memory, and are copied as rows come and go
+WAITING = 256  # steps whose features are kept apart
+MOST_UNREAD = 1 << 27  # bytes of features that wait for a draft
 Counts: TypeAlias = list[int]  # of features, by row
+Places: TypeAlias = list[int | None]  # by row: its row of a `FeaturePart`; None: that has none of its features
 # A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
 ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]
 
@@ -32,19 +33,20 @@ class FeatureHistory:
     """The target's features of a batch, for heads that attend to all of them.
 
     Those the head has read are in its cache. The others wait: a step without a draft takes no pass of the head, until
-    `WAITING` such steps.
-    window: of the head's layers.
+    they take too much memory.
+    window: of the head's layers. unread_counts: each row's number of features that the head has not read.
     """
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
-        self.cache, self._unread = self.make_cache(0), list[FeaturePart]()
+        self.cache = self.make_cache(0)
+        self._unread: list[tuple[FeaturePart, Places]] = []  # of each step
+        self.unread_counts: Counts = []
         self._is_new: list[bool] = []  # by row: it has joined others, and its prompt is not read
-        self._steps = 0  # whose features wait
 
     def _begin(self, rows: int, device: torch.device) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, self._steps, self._is_new, held = [], 0, [False] * rows, self.cache.held
+        self._unread, self.unread_counts, self._is_new, held = [], [0] * rows, [False] * rows, self.cache.held
         if held is not None and held[0].device == device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
@@ -56,8 +58,8 @@ class FeatureHistory:
 
     def add(self, step: Step, read: ReadFeatures) -> None:
         """Take in a step's features. read: reads what has waited for long."""
-        assert step.features is not None
-        numbers, stayed, counts = numbers_of(step), step.stayed, [*map(len, step.committed)]
+        assert step.features is not None and step.upload is not None
+        numbers, stayed, counts = step.upload, step.stayed, [*map(len, step.committed)]
         features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
         part = FeaturePart(features, numbers["following"], numbers["counts"], counts)
         if step.is_first:
@@ -65,17 +67,20 @@ class FeatureHistory:
         elif len(stayed) < len(self.cache.lengths):
             self.cache.select(stayed)
             self._is_new = [self._is_new[row] for row in stayed]
-            self._unread = [join_parts(self._unread).select(stayed)] if self._unread else []
-        if stayed and step.joined:
-            self.cache.add_rows(len(step.joined))
-            self._is_new += [True] * len(step.joined)
-            self._unread = [join_parts(self._unread).add_rows(len(step.joined))] if self._unread else []
-        self._unread.append(part)
-        if any(self._is_new) and max(counts) > READ_AT_ONCE:  # it would take much memory, as padding of all rows
-            self.read_prompts(read)
-        self._steps += 1
-        if self._steps > WAITING:
+            self.unread_counts = [self.unread_counts[row] for row in stayed]
+            moved = [(each, [places[row] for row in stayed]) for each, places in self._unread]
+            self._unread = [pair for pair in moved if any(place is not None for place in pair[1])]
+        if stayed and (joined := len(step.joined)):
+            self.cache.add_rows(joined)
+            self._is_new += [True] * joined
+            self.unread_counts += [0] * joined
+            self._unread = [(each, [*places, *[None] * joined]) for each, places in self._unread]
+        self._unread.append((part, [*range(len(counts))]))
+        self.unread_counts = [*map(add, self.unread_counts, counts)]
+        if sum(each.features.nbytes for each, _ in self._unread) > MOST_UNREAD:
             self.read_but_last(read)
+        elif len(self._unread) > WAITING:
+            self._unread = [(self._join(range(len(counts))), [*range(len(counts))])]
 
     def read_prompts(self, read: ReadFeatures) -> None:
         """Let a head read the prompts of requests that have joined others, but for each one's last feature.
@@ -84,24 +89,39 @@ class FeatureHistory:
         """
         if new := [row for row, is_new in enumerate(self._is_new) if is_new]:
             self._is_new = [False] * len(self._is_new)
-            unread, starts = join_parts(self._unread), [0] * len(self._is_new)
-            prompts, cache = unread.select(new).without_last(), self.make_cache(len(new))
-            if longest := max(prompts.counts):
-                read_part(prompts.first(longest), cache, read)
+            unread, cache = self._join(new), self.make_cache(len(new))
+            prompts = unread.without_last()
+            if max(prompts.counts):
+                read_part(prompts, cache, read)
                 self.cache.fill(new, cache)
-            for row, count in zip(new, prompts.counts, strict=True):
-                starts[row] = count
-            self._unread = [unread.after(starts)]
-
-    @property
-    def unread_counts(self) -> list[int]:
-        """Each row's number of features that the head has not read."""
-        return [sum(each) for each in zip(*(part.counts for part in self._unread), strict=True)]
+            self._unread = [
+                (part, [None if row in new else place for row, place in enumerate(places)])
+                for part, places in self._unread
+            ]
+            places = [new.index(row) if row in new else None for row in range(len(self._is_new))]
+            self._unread.append((unread.after(prompts.counts), places))
+            self.unread_counts = [1 if row in new else count for row, count in enumerate(self.unread_counts)]
 
     def take(self) -> FeaturePart:
         """The features that the head has not read, to be read now."""
-        unread, self._unread, self._steps = join_parts(self._unread), [], 0
+        rows = range(len(self.unread_counts))
+        unread, self._unread, self.unread_counts = self._join(rows), [], [0] * len(rows)
         return unread
+
+    def _join(self, rows: Sequence[int]) -> FeaturePart:
+        """The features of some rows that the head has not read."""
+        parts = [(part, [places[row] for row in rows]) for part, places in self._unread]
+        if len(parts) == 1 and parts[0][1] == [*range(len(parts[0][0].counts))]:
+            return parts[0][0]
+        counts = [self.unread_counts[row] for row in rows]
+
+        def join(name: str) -> Tensor:
+            found = ([part.row(name, places[row]) for part, places in parts] for row in range(len(rows)))
+            return pad_sequence([torch.cat(row) for row in found], batch_first=True)
+
+        features = join("features")
+        numbers = copy_packed({"counts": torch.tensor(counts)}, features.device)
+        return FeaturePart(features, join("following"), numbers["counts"], counts)
 
     def read_but_last(self, read: ReadFeatures) -> None:
         """Let a head read the features that it has not read, but for each row's last one."""
@@ -110,7 +130,8 @@ class FeatureHistory:
         before = unread.without_last()
         if max(before.counts):
             read_part(before, self.cache, read)
-        self._unread = [unread.after(before.counts)]
+        self._unread = [(unread.after(before.counts), [*range(len(before.counts))])]
+        self.unread_counts = [1] * len(before.counts)
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""
@@ -128,15 +149,10 @@ class FeaturePart:
     counts_tensor: Tensor  # [B]
     counts: Counts  # the same: features of each row
 
-    def select(self, rows: Sequence[int]) -> FeaturePart:
-        """The same for some rows only."""
-        index = copy_packed({"rows": torch.tensor(rows)}, self.features.device)["rows"]
-        counts = [self.counts[row] for row in rows]
-        return FeaturePart(self.features[index], self.following[index], self.counts_tensor[index], counts)
-
-    def first(self, count: int) -> FeaturePart:
-        """The same without padding, for rows of at most so many features."""
-        return FeaturePart(self.features[:, :count], self.following[:, :count], self.counts_tensor, self.counts)
+    def row(self, name: str, place: int | None) -> Tensor:
+        """Features of a row, or what follows them; none for no place."""
+        tensor: Tensor = getattr(self, name)
+        return tensor[0, :0] if place is None else tensor[place, : self.counts[place]]
 
     def without_last(self) -> FeaturePart:
         """The same without each row's last feature."""
@@ -152,11 +168,6 @@ class FeaturePart:
         features = self.features.gather(1, expand_last(column, self.features))
         return FeaturePart(features, self.following.gather(1, column), self.counts_tensor - first, counts)
 
-    def add_rows(self, count: int) -> FeaturePart:
-        """The same with more rows, which have no features."""
-        features, following = pad(self.features, (0, 0, 0, 0, 0, count)), pad(self.following, (0, 0, 0, count))
-        return FeaturePart(features, following, pad(self.counts_tensor, (0, count)), [*self.counts, *[0] * count])
-
 
 def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tensor:
     """Let a head read features into its cache, some in a pass. Returns the states [B, T, H]."""
@@ -169,20 +180,6 @@ def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tenso
         sizes = [min(max(count - begin, 0), READ_AT_ONCE) for count in part.counts]
         states.append(read(cache, FeaturePart(part.features[:, columns], part.following[:, columns], counts, sizes)))
     return torch.cat(states, dim=1)
-
-
-def join_parts(parts: Sequence[FeaturePart]) -> FeaturePart:
-    """Several steps' features one after another in each row."""
-    if len(parts) == 1:
-        return parts[0]
-    counts = [sum(each) for each in zip(*(part.counts for part in parts), strict=True)]
-
-    def join(name: str) -> Tensor:
-        rows = ([getattr(part, name)[row, : part.counts[row]] for part in parts] for row in range(len(counts)))
-        return pad_sequence([torch.cat(row) for row in rows], batch_first=True)
-
-    together = torch.stack([part.counts_tensor for part in parts]).sum(dim=0)
-    return FeaturePart(join("features"), join("following"), together, counts)
 
 
 def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -202,5 +199,5 @@ def expand_last(index: Tensor, like: Tensor) -> Tensor:
 
 def pick_last_features(step: Step) -> Tensor:
     """The features [B, F] of each row's last committed token."""
-    assert step.features is not None
-    return pick_last(step.features, numbers_of(step)["counts"])
+    assert step.features is not None and step.upload is not None
+    return pick_last(step.features, step.upload["counts"])

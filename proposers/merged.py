@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from time import perf_counter
-from typing import TypeAlias
 
 import torch
 
@@ -29,8 +27,6 @@ from proposers.tree_proposer import TreeProposer
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
-# Rows whose trees grow by a node each, and the tokens that they should have accepted for it, on average over all rows.
-Growth: TypeAlias = tuple[float, Sequence[int]]
 ASSUMED = "assumed"  # who drafted a token that only a source's `assume` named
 PARTS = 10  # a drafter's probabilities are counted alike in so many parts
 
@@ -103,12 +99,12 @@ class MergedProposer:
         ]
         self._trees = dict(zip(step.request_ids, trees, strict=True))
         if self.drafter is None or most == 1:
-            grown, levels = self._grow(trees, most), 0
+            (expected, grown), levels = self._grow(trees, most), 0
         else:
-            grown, levels = self._draft_levels(self.drafter, step, trees, most)
+            expected, grown, levels = self._draft_levels(self.drafter, step, trees, most)
         if self.adaptive:
-            grown = grown[: self.draft_budget.choose_growth(add_up(grown), levels)]
-        taken = Counter(row for _, rows in grown for row in rows)
+            grown = grown[: self.draft_budget.choose_growth(expected, levels)]
+        taken = Counter(row for rows in grown for row in rows)
         for row, (tree, request_id) in enumerate(zip(trees, step.request_ids, strict=True)):
             del tree.nodes[1 + taken[row] :]
             if assumed:
@@ -119,14 +115,15 @@ class MergedProposer:
         parents = [[-1 if node.parent is None else node.parent.number for node in tree.nodes] for tree in trees]
         return Tree.of_rows([*zip(tokens, parents, strict=True)])
 
-    def _grow(self, trees: Sequence[GrowingTree], most: int) -> list[Growth]:
+    def _grow(self, trees: Sequence[GrowingTree], most: int) -> tuple[list[float], list[Sequence[int]]]:
         """Let the trees grow to at most `most` nodes each, as long as more may be worth their time.
 
-        Where they share a budget, the tree with the most likely node grows; else all of them do.
+        Where they share a budget, the tree with the most likely node grows; else all of them do. Returns the tokens
+        that they should have accepted on average after growing 0, 1, ... times, and the rows that grew each time.
         """
         growths = [tree.grow(most) for tree in trees]
         coming = [next(each, 0.0) for each in growths]  # the probability of each row's next node
-        budget, grown, rows = self.draft_budget, list[Growth](), range(len(trees))
+        budget, expected, grown, rows = self.draft_budget, [0.0], list[Sequence[int]](), range(len(trees))
         shares = self.adaptive and budget.unit < 1
         while True:
             if shares:
@@ -134,10 +131,11 @@ class MergedProposer:
             p = sum(coming[row] for row in rows) / len(trees)
             nodes = 1 + budget.unit * len(grown)
             if p == 0 or (self.adaptive and not budget.is_worth_more(nodes, p / budget.unit)):
-                return grown
+                return expected, grown
             for row in rows:
                 coming[row] = next(growths[row], 0.0)
-            grown.append((p, rows))
+            expected.append(expected[-1] + p)
+            grown.append(rows)
 
     def _observe(self, step: Step) -> None:
         """Learn from the last trees, and let the sources read on after that: the trees ask them about the old text."""
@@ -174,45 +172,42 @@ class MergedProposer:
     @torch.no_grad()
     def _draft_levels(
         self, drafter: TreeProposer, step: Step, trees: Sequence[GrowingTree], most: int
-    ) -> tuple[list[Growth], int]:
-        """Let the drafter continue the trees as long as that is worth it. Returns how they grew, and its passes.
+    ) -> tuple[list[float], list[Sequence[int]], int]:
+        """Let the drafter continue the trees as long as that is worth it. Returns what `_grow` does, and its passes.
 
         One that drafts all levels in one pass is asked once whether that is worth it.
         """
-        begun, paths, level, grown = perf_counter(), [[tree.root] for tree in trees], 0, self._grow(trees, most)
-        deepest = min(drafter.depth, most - 1, max(2, *step.room) - 1)
-        budget, unknown = self.draft_budget, sum(tree.root.unknown for tree in trees) / len(trees)
-        costs, gain, unread = budget.rate * budget.level_time, 0.0, drafter.unread
+        begun, level, (expected, grown) = perf_counter(), 0, self._grow(trees, most)
+        deepest, paths = min(drafter.depth, most - 1, max(2, *step.room) - 1), [[tree.root] for tree in trees]
+        budget, gain, unread = self.draft_budget, 0.0, drafter.unread
+        known = [sum(p for p, _ in tree.root.likely.values()) for tree in trees]
+        unknown, costs = sum(max(0.0, 1 - p) for p in known) / len(trees), budget.rate * budget.level_time
         if self.adaptive:
             if not self._drafter_worth.is_worth_it(unknown, costs, unread, max(step.room)):
-                return grown, 0
-            gain = budget.find_gain(add_up(grown))
-        while level < deepest and any(paths) and (level == 0 or not drafter.levelwise or self._is_worth(paths)):
+                return expected, grown, 0
+            gain = budget.find_gain(expected)
+        while level < deepest and any(paths):
             if level == 0:
                 scored = drafter.start_scored(drafter.read_inputs(step, deepest), step.target, step.samplings)
+            elif drafter.levelwise and self.adaptive:  # by how often it knows better than the other sources
+                right = (self._news * node.p for row in paths for node in row)
+                if not budget.is_worth_a_level(right, len(paths)):
+                    break
             found = continue_paths(scored, level, paths, drafter.ranks, drafter.find_device(step.target))
             for tree, row, continuations in zip(trees, paths, found, strict=True):
                 for place, (node, named) in enumerate(zip(row, continuations, strict=False)):
                     node.path = place
                     tree.add(node, len(self.sources), named)
-            grown = self._grow(trees, most)
+            expected, grown = self._grow(trees, most)
             level += 1
-            paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
+            nodes = ([node for node in tree.nodes if node.depth == level] for tree in trees)  # the most likely first
+            continued = ([node for node in row if node.parent and node.parent.path >= 0] for row in nodes)
+            paths = [row[: drafter.width] for row in continued]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
             budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_AT_ONCE)
-            self._drafter_worth.learn(unknown, budget.find_gain(add_up(grown)) - gain, passes, costs)
-        return grown, passes
-
-    def _is_worth(self, paths: Sequence[Sequence[GrowingNode]]) -> bool:
-        """Whether to let the drafter continue these nodes, by how often it knows better than the other sources."""
-        right = (self._news * node.p for row in paths for node in row)
-        return not self.adaptive or self.draft_budget.is_worth_a_level(right, len(paths))
-
-
-def add_up(grown: Sequence[Growth]) -> list[float]:
-    """The tokens that trees should have accepted after growing 0, 1, ... times."""
-    return list(accumulate((p for p, _ in grown), initial=0.0))
+            self._drafter_worth.learn(unknown, budget.find_gain(expected) - gain, passes, costs)
+        return expected, grown, passes
 
 
 class SuffixProposer(MergedProposer):

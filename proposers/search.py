@@ -77,20 +77,6 @@ class ScoredDrafter:
         longer = (path + log_p).nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # NaN would rank before its parent
         return (ids if self.token_map is None else self.token_map[ids]).expand_as(longer), longer
 
-    def next_paths(
-        self, level: int, ranks: int, scores: Tensor, first_place: int = 0, width: int = 1
-    ) -> tuple[Tensor, ...]:
-        """What `name_next` returns, and the best `width` of the longer paths.
-
-        first_place: that of the level's first candidate. The best are returned as four tensors [B, width]: scores, the
-        indices of their paths, tokens, and places.
-        """
-        tokens, longer = self.name_next(level, ranks, scores)
-        best = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
-        index = best.indices[:, :width]
-        chosen = index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place
-        return tokens, longer, best.values[:, :width], *chosen
-
 
 def add_noise(logits: Tensor, samplings: Sequence[Sampling], keys: Tensor, tokens: Tensor | None) -> Tensor:
     """Logits [B, W, D] float32 whose order is that of the draft's choices, and whose softmax is their probability.
@@ -241,7 +227,10 @@ def search(
     can_read = not waits(roots)
     while True:
         first_place = sum(part.shape[1] for part, _, _ in found)
-        tokens, longer, scores, *chosen = drafter.next_paths(len(found), ranks, scores, first_place, width)
+        tokens, longer = drafter.name_next(len(found), ranks, scores)
+        sorted_paths = torch.sort(longer.flatten(1), dim=1, descending=True, stable=True)  # the order of `Draft.of`
+        scores, index = sorted_paths.values[:, :width], sorted_paths.indices[:, :width]
+        chosen = [index // longer.shape[2], tokens.flatten(1).gather(1, index), index + first_place]
         found.append((tokens.flatten(1), longer.flatten(1), places))
         is_last = len(found) == levels
         if is_last and budget is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target, Tree
-from decode.devices.transfer import Upload, waits
+from decode.devices.transfer import waits
 from proposers.calibration import Calibration
 from proposers.draft_budget import READ_AT_ONCE, DraftBudget
 from proposers.search import Draft, Drafter, ScoredDrafter, find_noise, search
@@ -135,7 +135,8 @@ class TreeProposer(ABC):
 
     def find_roots(self, step: Step) -> Tensor:
         """The roots [B], where it drafts."""
-        return numbers_of(step)["roots"].to(self.find_device(step.target))
+        assert step.upload is not None
+        return step.upload["roots"].to(self.find_device(step.target))
 
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         """`find(inputs)`. sizes: what else it depends on."""
@@ -156,9 +157,3 @@ class TreeProposer(ABC):
     @abstractmethod
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         """The drafter for a step, from `read_step` and the "roots" [B]."""
-
-
-def numbers_of(step: Step) -> Upload:
-    """The step's numbers on the device."""
-    assert step.upload is not None
-    return step.upload

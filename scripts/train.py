@@ -20,7 +20,6 @@ from accelerate.utils import DistributedDataParallelKwargs
 
 from decode import Target
 from decode.devices.backend import find_backend
-from decode.models.cut_model import choose_spaced
 from decode.models.fingerprint import find_changes
 from draftless_commands.distillation.answers_file import settings_path
 from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan, validate
@@ -176,7 +175,7 @@ def _make_draft_model(options: TrainOptions, target: Target, dataset: Dataset) -
         count, total = options.layers or DRAFT_LAYERS, target.config.num_hidden_layers
         if count >= total:
             raise ValueError(f"--layers is {count}; a draft of this model has 1 to {total - 1}")
-        layers = choose_spaced(count, total) if options.cut == "spaced" else range(count)
+        layers = range(count)
     return make_draft_model(model, tokenizer, target, dataset.examples, layers, options.draft_vocab)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -18,10 +20,14 @@ from decode.cpu import build_cache, compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from decode.devices import user_cache
+from decode.devices.cost_curve import CostCurve
 from tests.support.commands import Call, Run
 from tests.support.models import VOCABULARY, limit_threads, tiny
 
 END = 2
+LARGEST = 12  # cases of a test that the default run has; of more it has a third, but as many as these
+WHOLE_RUN = 1000  # tests: smaller runs, as of a file, have all cases
+USUAL_COSTS = CostCurve((1, 64), (0.002, 0.004))  # of a tiny model
 PROGRAMS: dict[str, Any] = {}  # exported layers, by the name of the kernel's file
 
 
@@ -30,9 +36,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--questions", help="a JSONL file in Spec-Bench's format; slow tests answer 60 of its questions")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of tests with many cases the default run has some, always the same ones; the slow tests have the others."""
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items if len(items) > WHOLE_RUN else ():
+        if item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        shuffled = sorted(cases, key=lambda case: crc32(case.nodeid.encode()))
+        for case in shuffled[max(LARGEST, len(cases) // 3) :]:
+            case.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    with limit_threads(torch.get_num_threads() if request.node.get_closest_marker("slow") else 1):
+def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread is enough for tiny models. Measuring what their passes cost would take longer than most tests."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if not is_slow:
+        monkeypatch.setattr(decode.costs, "measure_cost_curve", lambda *_: USUAL_COSTS)
+    with limit_threads(torch.get_num_threads() if is_slow else 1):
         yield
 
 

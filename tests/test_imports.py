@@ -71,22 +71,8 @@ def test_folders_of_decode_import_those_below() -> None:
 def test_imports_keep_their_direction():
     breaches = {path: find_breaches(path.parts[0], source) for path, source in FILES.items()}
     assert {path: found for path, found in breaches.items() if found} == {}
-
-
-@pytest.mark.parametrize(
-    ("package", "source", "names"),
-    [
-        ("decode", "import torch\nfrom decode.trees.tree import Tree\nfrom .cache import Cache", []),
-        ("decode", "import proposers.ngram as ngram", ["proposers"]),
-        ("decode", "def load():\n    from heads.eagle import Eagle", ["heads"]),
-        ("decode", "import importlib\nimportlib.import_module('heads.medusa')", ["heads"]),
-        ("heads", "import math, decode", ["decode"]),
-        ("training", "from heads import medusa\nimport decode\nfrom proposers import medusa", ["proposers"]),
-        ("scripts", "import decode, heads, proposers, training\nfrom tests import tiny", ["tests"]),
-    ],
-)
-def test_the_checker_catches_a_broken_direction(package, source, names):
-    assert [name for _, name in find_breaches(package, source)] == names
+    source = "import math, decode\ndef f():\n    from training import data\nimport_module('proposers.medusa')"
+    assert {*find_breaches("heads", source)} == {(1, "decode"), (3, "training"), (4, "proposers")}
 
 
 def find_circle(sources: dict[str, str]) -> list[str]:
@@ -113,19 +99,7 @@ def name_module(path: Path) -> str:
 
 def test_imports_form_no_circle() -> None:
     assert find_circle({name_module(path): source for path, source in FILES.items()}) == []
-
-
-@pytest.mark.parametrize(
-    ("sources", "is_circle"),
-    [
-        ({"a": "", "a.b": "import a.c", "a.c": "import a.d", "a.d": ""}, False),
-        ({"a.b": "from a import c", "a.c": "def f():\n    import a.b"}, True),
-        ({"a": "from a.b import B", "a.b": "from a import name"}, True),
-        ({"a": "from a.b import B", "a.b": "from a import c", "a.c": ""}, False),
-    ],
-)
-def test_the_checker_finds_circles(sources: dict[str, str], is_circle: bool) -> None:
-    assert bool(find_circle(sources)) == is_circle
+    assert find_circle({"a": "from a.b import B", "a.b": "def f():\n    from a import name"})
 
 
 def test_every_file_says_what_it_holds_and_every_folder_its_purpose_in_one_line() -> None:

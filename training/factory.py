@@ -138,7 +138,7 @@ def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
     if built != {name: weight.shape for name, weight in model.state_dict().items()}:
         raise ValueError(
             f"a config of {model.config.model_type} cannot describe a model of the layers {list(layers)} alone; try "
-            "other --layers or another --cut"
+            "other --layers"
         )
 
 

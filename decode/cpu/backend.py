@@ -31,6 +31,9 @@ from decode.weights.layers import PackedLayer
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
 PAUSE_SOFT = 1  # OpenMP 5.0, section 2.15.1
+SIZES = 1, 2, 4, 8, 12, 16, 32, 64  # of fixed cost curves
+BLOCK_COSTS = 1.0, 1.1, 1.54, 2.29, 3.32, 4.03, 7.52, 14.23
+FLOAT_COSTS = 1.0, 1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26
 WORTH_COMPILING = 64 << 20  # bytes of all linear layers from which "auto" compiles
 
 
@@ -55,7 +58,6 @@ class CpuBackend(Backend):
 
     waits = False
     pass_tokens = 0  # longer passes are not faster
-    fixed_costs = (1, 4, 8, 12, 16, 32, 64), (1.0, 1.0, 1.12, 1.24, 1.58, 2.69, 5.26)  # the default model on two cores
     default_dtype = torch.float32
     attention, attend, top_tokens = ATTENTION, staticmethod(attend), staticmethod(find_top_tokens)
     lacks = ("graphs",)
@@ -75,6 +77,12 @@ class CpuBackend(Backend):
     @property
     def takes_blocks(self) -> bool:  # type: ignore[override]
         return load_native_ops() is None
+
+    def find_fixed_costs(self, model: nn.Module) -> tuple[Sequence[float], Sequence[float]]:
+        """Those of the default model on two cores: with its weights in blocks of few bits, or in float32."""
+        layers = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
+        weights = sum(each.in_features * each.out_features for each in layers)
+        return SIZES, BLOCK_COSTS if sum(each.packed.nbytes for each in layers) < weights else FLOAT_COSTS
 
     def release_threads(self) -> None:
         """End this thread's helpers. It gets others when it needs them.

@@ -79,7 +79,10 @@ class PackedLinear(PackedLayer):
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
         self.dtype, bias = linears[0].weight.dtype, join_biases(linears)
-        self.packed = nn.Buffer(pack(*_find_weights(linears)), persistent=False)
+        stored = (
+            each.stored if isinstance(each, StoredLayer) else Weight.dense(_halve(each.weight)) for each in linears
+        )
+        self.packed = nn.Buffer(pack(*stored), persistent=False)
         self._packed_for, self._can_run = self.dtype, True
         self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
@@ -148,11 +151,6 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """Whether these are the same outputs of a layer up to rounding."""
     error = (found.float() - expected.float()).abs().max()
     return bool(error <= TOLERANCE[expected.dtype] * expected.float().abs().max())
-
-
-def _find_weights(linears: Sequence[nn.Linear | StoredLayer]) -> list[Weight]:
-    """The weights of layers that become one: as they are stored, or in bfloat16 where that holds them."""
-    return [each.stored if isinstance(each, StoredLayer) else Weight.dense(_halve(each.weight)) for each in linears]
 
 
 def _halve(weight: Tensor) -> Tensor:

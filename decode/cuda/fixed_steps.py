@@ -64,7 +64,10 @@ class FixedSteps:
         """The result for whole trees. With `sampling` they are accepted in the same step."""
         inputs = list_inputs(tree, upload, sampling)
         rows, nodes = map(round_up, tree.tokens.shape)
-        seen = self.make_room(nodes, session.target.sees_texts_whole)
+        self.cache.grow(max(self.cache.lengths) + nodes)  # keys and values move in memory only if that takes more
+        seen, self.cache.used = 0, self.cache.capacity
+        if session.target.sees_texts_whole:
+            seen, self.cache.used = self._backend.find_window(self.cache.lengths, self.cache.capacity, nodes)
         graphs, kind, levels = self.graphs, sampling and sampling.kind, round_up(tree.height + 1)
         window = seen, self.cache.used
         key = rows, nodes, levels, kind, window, *((name, tensor.dtype) for name, tensor in inputs.items())
@@ -76,18 +79,6 @@ class FixedSteps:
         if self.pool is not None and self.pool.fault is not None:
             session.target.has_graphs = False  # the next batch's session pads nothing
         return verdict.first(*tree.tokens.shape)
-
-    def make_room(self, nodes: int, gains: bool = False) -> int:
-        """Allocate slots for so many nodes of each row. Keys and values move in memory only if that takes more.
-
-        Returns how many slots all nodes see without a mask. gains: whether seeing long texts like that is faster.
-        """
-        self.cache.grow(max(self.cache.lengths) + nodes)
-        window = 0, self.cache.capacity
-        if gains:
-            window = self._backend.find_window(self.cache.lengths, self.cache.capacity, nodes)
-        seen, self.cache.used = window
-        return seen
 
     def check(self, session: Session, tree: Tree, roots: Tensor, nodes: int) -> Tree:
         """See `Tree.mend`."""

@@ -29,17 +29,14 @@ class Backend:
 
     waits: reading a tensor makes the host wait for all that was launched before. pins: copies from and to pinned memory
     go on while the host does. takes_blocks: weights stay in the blocks that files store them in. pass_tokens: of all
-    rows, in a pass that reads prompts; fewer would not keep the device busy. fixed_costs: the sizes and seconds of a
-    cost curve for runs that measure none. default_dtype: of models. attention: the function that models attend by, for
-    transformers; None is the model's own. attend: the same for tensors, see `decode.devices.attention.attend`.
-    top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to torch. lacks:
-    modes of `accelerate` that it has not. running: where passes of models run.
+    rows, in a pass that reads prompts; fewer would not keep the device busy. default_dtype: of models. attention: the
+    function that models attend by, for transformers; None is the model's own. attend: the same for tensors, see
+    `decode.devices.attention.attend`. top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to
+    torch. lacks: modes of `accelerate` that it has not. running: where passes of models run.
     """
 
     waits, pins, takes_blocks = True, False, False
     pass_tokens = 8192
-    # Of a GPU: an estimate, not timed. While weights are read, there is time for the arithmetic of about 300 tokens.
-    fixed_costs: tuple[Sequence[float], Sequence[float]] = (1, 64, 256, 512), (1.0, 1.1, 1.4, 2.4)
     default_dtype: str | torch.dtype = "auto"
     attention: str | None = None
     attend: Callable[..., Tensor] | None = None
@@ -59,6 +56,13 @@ class Backend:
     def is_fast_in_bfloat16(self) -> bool:
         """Whether it has instructions for bfloat16."""
         return False
+
+    def find_fixed_costs(self, model: nn.Module) -> tuple[Sequence[float], Sequence[float]]:
+        """The sizes and seconds of a cost curve for runs that measure none.
+
+        Here of a GPU: an estimate, not timed. While weights are read, there is time for the arithmetic of 300 tokens.
+        """
+        return (1, 64, 256, 512), (1.0, 1.1, 1.4, 2.4)
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""

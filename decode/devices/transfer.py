@@ -89,11 +89,7 @@ def list_numbers(
     verified tree; both are padded with 0.
     """
     following = [[*tokens[1:], root] for tokens, root in zip(committed, bonus, strict=True)]
-    return {
-        "counts": torch.tensor([*map(len, committed)]),
-        "following": _pad(following),
-        "path": _pad(path),
-    }
+    return {"counts": torch.tensor([*map(len, committed)]), "following": _pad(following), "path": _pad(path)}
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> Tensor:

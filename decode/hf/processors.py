@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,9 +50,12 @@ def make_sampling(config: GenerationConfig, processors: Sequence[LogitsProcessor
     count, copies = len(prompts.tokens), config.num_return_sequences or 1
     chosen: Processors = [RowProcessor(others, prompts, 0)] if others else ()
     if others and count > 1:
-        select = partial(_select_all, others, count, copies)
-        select(0)  # refuses what cannot be copied
-        chosen = lambda row: [RowProcessor(select(row), prompts, row)]  # noqa: E731
+
+        def choose(row: int) -> list[LogitsProcessor]:
+            return [RowProcessor([_select_row(each, row, count, copies) for each in others], prompts, row)]
+
+        choose(0)  # refuses what cannot be copied
+        chosen = choose
     return Sampling(processors=chosen, **settings)
 
 
@@ -125,13 +127,8 @@ def _pick_row(made: Any, result: Tensor, size: Sequence[int], row: int, count: i
     return result
 
 
-def _select_all(processors: Sequence[LogitsProcessor], count: int, copies: int, row: int) -> list[LogitsProcessor]:
-    """A row's own processors. copies: rows of the same prompt."""
-    return [_select_row(processor, row, count, copies) for processor in processors]
-
-
 def _select_row(processor: LogitsProcessor, row: int, count: int, copies: int) -> LogitsProcessor:
-    """A processor for one row, with its own entry of what there is for each row of the batch."""
+    """A processor for one row, with its own entry of what there is for each row. copies: rows of the same prompt."""
     if _is_users(processor):
         return _select_own(processor, row, count)
     own = copy(processor)

@@ -59,9 +59,7 @@ class Snapshot:
         self.adapted = [each for each in parts if hasattr(each, ADAPTER[0])]
         self._adapters = self._read_adapters()
         modal = [each for each in parts if in_training(each) is not None]
-        self._modes = [
-            vars(each) for each in modal if not type(each).__module__.startswith("decode.")
-        ]  # ours have none
+        self.modes = [vars(each) for each in modal if not type(each).__module__.startswith("decode.")]  # ours have none
         values, renamed = vars(config), getattr(config, "attribute_map", {})
         names = {name: renamed.get(name, name) for name in FORM}
         self._settings = [(own, self.form[name]) for name, own in names.items() if own in values]
@@ -83,11 +81,6 @@ class Snapshot:
         if versions != old_versions or (deep and not _equal(self._samples, self._read_samples())):
             return WRITTEN
         return None
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a part of the model is in training mode now."""
-        return any(map(itemgetter("training"), self._modes))
 
     @property
     def has_other_settings(self) -> bool:
@@ -133,9 +126,10 @@ class ModelWatch:
         """
         with self._lock:
             for model, snapshot in self._snapshots.items():  # one, if the model still is
-                if model.training or snapshot.is_training:
+                if model.training or any(map(itemgetter("training"), snapshot.modes)):
                     raise ValueError(TRAINING)
-                refuse_merged_adapters(snapshot.adapted)
+                if snapshot.adapted:
+                    refuse_merged_adapters(snapshot.adapted)
                 change = snapshot.find_change(deep)
                 if change or deep or snapshot.has_other_settings:
                     _refuse_form(snapshot.form, describe_form(model))

@@ -18,13 +18,8 @@ from decode.devices.attention import OWN
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # each token sees a few others, which an index chooses
-ATTENDING = {
-    FULL: FULL,
-    SLIDING: SLIDING,
-    CHUNKED: CHUNKED,
-    "hybrid": FULL,
-    "hybrid_sliding": SLIDING,
-}  # of recurrent models
+# "hybrid" ones are of recurrent models.
+ATTENDING = {FULL: FULL, SLIDING: SLIDING, CHUNKED: CHUNKED, "hybrid": FULL, "hybrid_sliding": SLIDING}
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 CACHE_NAMES = "cache", "past_key_values"  # of the KV cache in transformers: since 5.24, and before
 TRAINING = "the model is in training mode, where dropout changes its logits; call model.eval() first"

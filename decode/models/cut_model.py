@@ -38,8 +38,3 @@ def cut_model(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
             setattr(config, name, [value[layer] for layer in layers])
     config.num_hidden_layers = len(layers)
     return cut
-
-
-def choose_spaced(count: int, total: int) -> list[int]:
-    """`count` of `total` layers, evenly spaced; from two on, the first and the last among them."""
-    return [round(place * (total - 1) / max(count - 1, 1)) for place in range(count)]

@@ -1,4 +1,4 @@
-"""What a forward pass over a tree depends on in a stock model, and the matrices that heads share with it."""
+"""What a forward pass over a tree depends on in a stock model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decode.models.compatibility import AttentionWindow, attention_windows, find_cache_name, is_recurrent
@@ -79,13 +78,6 @@ def _find_head_size(config: PretrainedConfig) -> int | None:
     return shape.get("head_dim") or (shape["hidden_size"] // heads if isinstance(heads, int) else None)
 
 
-def find_stop_ids(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end an answer, from the model's generation config."""
-    config = model.generation_config
-    ids = config.eos_token_id if config is not None else None
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
-
-
 def find_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids: that of the embeddings, or the one that accelerate moves them to."""
     embeddings: Any = model.get_input_embeddings()
@@ -99,18 +91,3 @@ def find_device(model: PreTrainedModel) -> torch.device:
 def has_hooks(model: PreTrainedModel) -> bool:
     """Whether accelerate moves weights or activations between devices while the model runs."""
     return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def find_output_matrix(model: PreTrainedModel) -> Tensor:
-    """The output layer's matrix [V, H].
-
-    Raises ValueError if the model has no dense one.
-    """
-    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = model.config.get_text_config(decoder=True).tie_word_embeddings
-    if hasattr(output, "dense_weight") and not (is_tied and hasattr(embeddings, "weight")):
-        return output.dense_weight()
-    matrix = getattr(embeddings if is_tied else output, "weight", None)
-    if not isinstance(matrix, Tensor) or matrix.is_meta:
-        raise ValueError(f"{type(model).__name__} has no dense output matrix that a head could share")
-    return matrix.detach()

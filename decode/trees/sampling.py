@@ -36,13 +36,6 @@ def upcast_half(logits: Tensor) -> Tensor:
     return logits.float() if logits.dtype in HALF else logits
 
 
-def warp(scores: Tensor, warpers: Sequence[LogitsProcessor]) -> Tensor:
-    """The probabilities [B, V] float64 by scores [B, V], after warpers, which need no prefix."""
-    for warper in warpers:
-        scores = warper(None, scores)
-    return scores.double().softmax(dim=-1)
-
-
 class FastTopP(TopPLogitsWarper):
     """transformers' top-p with the same result, ten times faster on a CPU: it sorts only the most likely tokens.
 
@@ -169,7 +162,9 @@ class Sampling:
             best = scores.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
             p = torch.zeros_like(scores, dtype=torch.float64).scatter_(-1, best, 1.0)
             return p.masked_fill_(~scores.gather(-1, best).isfinite(), torch.nan)
-        return warp(scores, self.warpers)
+        for warper in self.warpers:  # they need no prefix
+            scores = warper(None, scores)
+        return scores.double().softmax(dim=-1)
 
     def process(
         self, scores: Tensor, prefixes: Sequence[Tensor | None] = (), request_ids: Sequence[int] = ()

@@ -145,6 +145,8 @@ def describe_proposal(kind: str, tokens: int, target: str | None) -> dict[str, A
 def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str, Any]:
     """What the configs of EAGLE and block heads have in common, for transformers 4 and 5."""
     layer, layers = config.layer, getattr(config, "layers", 1)
+    # In all layers. Without the last entry, transformers' config of Qwen3 drops it.
+    window = {"layer_types": [WINDOWED] * layers, "sliding_window": layer.window, "use_sliding_window": True}
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
     return {
         "model_type": "llama",
@@ -159,10 +161,5 @@ def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str,
         "rope_parameters": {"rope_type": "default", **(layer.rope_scaling or {}), "rope_theta": layer.rope_theta},
         "max_position_embeddings": config.max_position_embeddings or LONGEST,
         "tie_word_embeddings": False,
-        **({} if layer.window is None else _describe_window(layer.window, layers)),
+        **({} if layer.window is None else window),
     }
-
-
-def _describe_window(window: int, layers: int) -> dict[str, Any]:
-    """A window in all layers. Without the last entry, transformers' config of Qwen3 drops it."""
-    return {"layer_types": [WINDOWED] * layers, "sliding_window": window, "use_sliding_window": True}

@@ -15,15 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.eagle import (
-    Eagle3Config,
-    Eagle3Head,
-    EagleConfig,
-    EagleHead,
-    PEagleConfig,
-    PEagleHead,
-    choose_features,
-)
+from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
 from heads.formats.decoder_layer import (
     check_width,
     describe_proposal,

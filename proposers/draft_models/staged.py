@@ -79,7 +79,7 @@ class StagedProposer:
             self._engine = Engine(self.draft_model, self.inner)
             session = Session(self.draft_model, 1, self.inner.layers)
             _, features = read_texts(session, [[0]])
-            self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).least_bytes
+            self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).count_bytes(slots=1)
 
     @torch.no_grad()
     def propose(self, step: Step, budget: int) -> Tree:
@@ -118,7 +118,8 @@ class StagedProposer:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
         assert self._engine is not None
         self._engine.rows = max(self._engine.rows, len(step.request_ids))
-        self._engine.kept_bytes = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
+        assert self._engine.prefixes is not None
+        self._engine.prefixes.most = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:

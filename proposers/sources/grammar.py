@@ -35,11 +35,11 @@ class GrammarSource(Source):
         grammar = self._grammars[request_id]
         return None if grammar is None else Position(grammar, grammar.taken)
 
-    def follow(self, state: Position | None, token: int) -> Position | None:
-        return state and state._replace(draft=(*state.draft, token))
+    def follow(self, state: Position, token: int) -> Position:
+        return state._replace(draft=(*state.draft, token))
 
-    def continuations(self, state: Position | None) -> Iterable[Named]:
-        if state is None or state.taken != state.grammar.taken:  # asked after the step, when the answer has grown
+    def continuations(self, state: Position) -> Iterable[Named]:
+        if state.taken != state.grammar.taken:  # asked after the step, when the answer has grown
             return ()
         if forced := state.grammar.find_forced(state.draft):
             return ((forced[0], 1.0, 1),)

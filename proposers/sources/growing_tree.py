@@ -58,11 +58,6 @@ class GrowingNode:
         self.allowed: Any = None  # by next token, if a grammar forbids some
         self.path = -1  # of a source that drafts level by level: the place in its last level
 
-    @property
-    def unknown(self) -> float:
-        """The probability that no source has named the next token."""
-        return max(0.0, 1.0 - sum(p for p, _ in self.likely.values()))
-
 
 class GrowingTree:
     """A tree of the most likely nodes, which grows by a node at a time.
@@ -150,10 +145,6 @@ class GrowingTree:
             if node.allowed is None or (len(node.allowed) and node.allowed[token]):
                 likely[token] = p, source
 
-    def find_continued(self, depth: int) -> list[GrowingNode]:
-        """The nodes of a depth whose parents a drafter has continued, the most likely first."""
-        return [node for node in self.nodes if node.depth == depth and node.parent and node.parent.path >= 0]
-
     def follow(self, tokens: Iterable[int]) -> list[GrowingNode]:
         """The nodes of accepted tokens after the root."""
         nodes = [self.root]
@@ -202,10 +193,11 @@ class GrowingTree:
         node.named = []
         if node.parent is not None:
             pairs = zip(self.sources, node.parent.states, strict=True)
-            node.states = [source.follow(state, node.token) for source, state in pairs]
+            node.states = [None if state is None else source.follow(state, node.token) for source, state in pairs]
         if self.grammar is not None:
             node.draft = () if node.parent is None else (*node.parent.draft, node.token)
             allowed = self.grammar.find_allowed(node.draft)
             node.allowed = () if allowed is None else allowed.numpy()
         for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
-            self.add(node, number, source.continuations(state))
+            if state is not None:
+                self.add(node, number, source.continuations(state))

@@ -68,7 +68,7 @@ class Source(ABC):
         self._texts = dict(zip(step.request_ids, step.sequences, strict=True))
 
     def start(self, request_id: int) -> Any:
-        """The state of the root, the last token of a request's text."""
+        """The state of the root, the last token of the text. None: it is asked about no node after that."""
         return Place(self._texts[request_id])
 
     def follow(self, state: Any, token: int) -> Any:

@@ -25,7 +25,6 @@ from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, 
 from training.schedule import Schedule
 
 TRAINED = (*OBJECTIVES, "draft")  # kinds of heads, and draft models
-OF_DRAFTS = "layers", "cut"  # options of draft models
 UNROLLING = {"ttt_steps": ("steps", TTT_STEPS), "regression": ("regression", REGRESSION), "noise": ("noise", 0.0)}
 DRAFT_LAYERS = 4
 GROUPS = {  # of the help text, by their first option
@@ -33,7 +32,6 @@ GROUPS = {  # of the help text, by their first option
     "heads": "shape of a new head",
     "loss": "training",
     "ttt_steps": "EAGLE heads and MTP modules",
-    "cut": "draft",
 }
 
 EPILOG = """\
@@ -59,7 +57,7 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 
 def list_options(kind: str) -> set[str]:
     """The options that are for heads of some kinds, this one among them."""
-    return {*(OF_DRAFTS if kind == "draft" else get_kind(kind).options), *find_objective(kind).options}
+    return {*(["layers"] if kind == "draft" else get_kind(kind).options), *find_objective(kind).options}
 
 
 def is_given(value: Any) -> bool:
@@ -173,11 +171,6 @@ class TrainOptions:
     fc_norm: bool = flag("eagle3 and peagle: a norm for the features of each layer that it reads (EAGLE-3.1)", False)
     normed_feedback: bool = flag("eagle3: feed normed states back from step to step (EAGLE-3.1)", False)
 
-    cut: str | None = flag(
-        "which layers of the model: first, or spaced, which are as far apart as possible (default: first)",
-        choices=["first", "spaced"],
-    )
-
     def __post_init__(self) -> None:
         if self.kind not in {*TRAINED, *KINDS}:
             raise ValueError(f"--kind {self.kind}: choose from {', '.join(TRAINED)} and FILE.py:CLASS")
@@ -187,8 +180,8 @@ class TrainOptions:
             if is_given(getattr(self, name)):
                 kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
-        if self.kind == "draft" and self.init is not None and (self.layers or self.cut):
-            raise ValueError("--layers and --cut are for a draft that is cut out of the model; leave out --init")
+        if self.kind == "draft" and self.init is not None and self.layers:
+            raise ValueError("--layers is for a draft that is cut out of the model; leave out --init")
         if self.kind == "draft" and self.decay != DECAY:
             raise ValueError("--decay is for heads, which have several depths; leave it out")
         if self.decay == PACE and self.objective.get("regression"):

@@ -14,19 +14,20 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from decode import Chunk, Engine, Request
 from decode.grammars.grammar import make_matchers
-from draftless_commands.server.errors import BodyLimit, Refusal, read_faults
+from draftless_commands.server.errors import Refusal, as_refusal, read_faults, refuse
 from draftless_commands.server.fields import ChatFields, TextFields
 from draftless_commands.server.metrics import Metrics, Watch
 from draftless_commands.server.replies import ChatReply, Reply, TextReply
@@ -34,6 +35,7 @@ from draftless_commands.server.tools import ToolReader, write_tools
 from training.conversations import read_conversation
 from training.rendering import Renderer
 
+Body = TypeVar("Body", ChatFields, TextFields)
 TEXT_TOKENS = 16  # of an answer of /v1/completions, unless it says more: OpenAI's default
 LEFT = 499  # nginx's status for a client that has gone; nobody reads it
 
@@ -144,8 +146,7 @@ class Server:
                     if chunk.text or chunk.finish or chunk.log_probs or reply.streamed.include_sources:
                         yield reply.go_on(index, chunk)
         except Exception as error:  # the status is sent already
-            refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")
-            yield reply.write(refusal.body)
+            yield reply.write(as_refusal(error).body)
         for event in reply.end():
             yield event
 
@@ -157,16 +158,17 @@ class Server:
         """The chunks of several requests as they come, with the request's index. Who stops early cancels them."""
         found: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue()
 
-        watches = [Watch(self.metrics) for _ in requests]
-
         async def pump(index: int, request: Request) -> None:
+            watch = Watch(self.metrics)
             try:
                 async for chunk in request:
-                    watches[index].take(chunk)
+                    watch.take(chunk)
                     found.put_nowait((index, chunk))
                 found.put_nowait((index, None))
             except Exception as error:
                 found.put_nowait((index, error))
+            finally:
+                watch.end(request.finish or "cancelled")
 
         pumps = [asyncio.ensure_future(pump(*pair)) for pair in enumerate(requests)]
         try:
@@ -180,9 +182,8 @@ class Server:
                 else:
                     yield index, chunk
         finally:
-            for request, task, watch in zip(requests, pumps, watches, strict=True):
+            for task in pumps:
                 task.cancel()
-                watch.end(request.finish or "cancelled")
             await self._abandon(requests)
 
     async def _abandon(self, requests: Sequence[Request]) -> None:
@@ -213,6 +214,29 @@ def check_end(request: Request) -> None:
         raise Refusal(503, "the server ends")
 
 
+async def read_body(http: HttpRequest, kind: type[Body], most: int) -> Body:
+    """The fields of a body of at most so many bytes. What is too much is read, but not kept.
+
+    Another content type is refused: web pages of others may send such bodies to a server on this machine.
+    """
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "the body is JSON; send it with Content-Type: application/json")
+    body, size = list[bytes](), 0
+    try:
+        async for part in http.stream():
+            size += len(part)
+            if size <= most:
+                body.append(part)
+    except ClientDisconnect as error:
+        raise Refusal(LEFT, "the client has gone") from error
+    if size > most:
+        raise Refusal(413, f"the body has more than {most} bytes")
+    try:
+        return kind.model_validate_json(b"".join(body))
+    except ValidationError as error:
+        raise read_faults(error.errors()) from error
+
+
 async def wait_until_gone(http: HttpRequest) -> None:
     """Wait until the client has closed its connection. The body must have been read."""
     while (await http.receive())["type"] != "http.disconnect":
@@ -227,17 +251,17 @@ def make_app(server: Server, most_bytes: int = 2 << 20) -> FastAPI:
         yield
         await asyncio.to_thread(server.engine.close)
 
-    app = FastAPI(title="Draftless", lifespan=live, openapi_url=None)
-    app.add_middleware(BodyLimit, most=most_bytes)
+    refusals = dict.fromkeys((Refusal, HTTPException, Exception), refuse)
+    app = FastAPI(title="Draftless", lifespan=live, openapi_url=None, exception_handlers=refusals)
     keyed = [Depends(server.check_key)]
 
     @app.post("/v1/chat/completions", dependencies=keyed)
-    async def chat(http: HttpRequest, fields: ChatFields) -> Response:
-        return await server.answer(http, fields)
+    async def chat(http: HttpRequest) -> Response:
+        return await server.answer(http, await read_body(http, ChatFields, most_bytes))
 
     @app.post("/v1/completions", dependencies=keyed)
-    async def complete(http: HttpRequest, fields: TextFields) -> Response:
-        return await server.answer(http, fields)
+    async def complete(http: HttpRequest) -> Response:
+        return await server.answer(http, await read_body(http, TextFields, most_bytes))
 
     @app.get("/v1/models", dependencies=keyed)
     async def list_models() -> dict[str, Any]:
@@ -260,22 +284,6 @@ def make_app(server: Server, most_bytes: int = 2 << 20) -> FastAPI:
     @app.get("/metrics")
     async def tell_metrics() -> Response:
         return Response(server.metrics.write(), media_type="text/plain; version=0.0.4")
-
-    @app.exception_handler(Refusal)
-    async def refuse(http: HttpRequest, refusal: Refusal) -> Response:
-        return refusal.answer()
-
-    @app.exception_handler(RequestValidationError)
-    async def refuse_fields(http: HttpRequest, error: RequestValidationError) -> Response:
-        return read_faults(error.errors()).answer()
-
-    @app.exception_handler(HTTPException)
-    async def refuse_route(http: HttpRequest, error: HTTPException) -> Response:
-        return Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}").answer()
-
-    @app.exception_handler(Exception)
-    async def fail(http: HttpRequest, error: Exception) -> Response:
-        return Refusal(500, f"{type(error).__name__}: {error}").answer()
 
     return app
 

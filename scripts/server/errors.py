@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.exceptions import HTTPException
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -31,7 +31,7 @@ class Refusal(Exception):
 def read_faults(faults: Any) -> Refusal:
     """The first of pydantic's faults of a body, in one line that names the field."""
     fault = faults[0]
-    place = ".".join(str(part) for part in fault["loc"] if part != "body")
+    place = ".".join(map(str, fault["loc"]))
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON ({fault.get('ctx', {}).get('error', fault['msg'])})")
     message = (
@@ -42,30 +42,12 @@ def read_faults(faults: Any) -> Refusal:
     return Refusal(400, f"{place}: {message}" if place else message, place or None)
 
 
-class BodyLimit:
-    """Ends a request whose body has more than `most` bytes with status 413. What is too much is not kept."""
+async def refuse(http: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that raised an error."""
+    if isinstance(error, HTTPException):
+        error = Refusal(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+    return as_refusal(error).answer()
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self.app, self.most = app, most
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seen, refusal = 0, Refusal(413, f"the body has more than {self.most} bytes")
-
-        async def receive_some() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.most:
-                while message.get("more_body"):
-                    message = await receive()
-                raise refusal
-            return message
-
-        async def send_unless_long(message: Message) -> None:
-            if seen <= self.most:  # FastAPI would say that the body cannot be parsed
-                await send(message)
-
-        with suppress(Refusal):
-            await self.app(scope, receive_some, send_unless_long)
-        if seen > self.most:
-            await refusal.answer()(scope, receive, send)
+def as_refusal(error: Exception) -> Refusal:
+    return error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ class Watch:
     """The times of one request, from when it was added."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._is_first, self._has_ended = metrics, True, False
+        self._metrics, self._is_first = metrics, True
         self._began = self._last = perf_counter()
 
     def take(self, chunk: Chunk) -> None:
@@ -69,12 +69,8 @@ class Watch:
         metrics.accepted.inc(sum(stats.accepted_by_depth))
         for depth, accepted in enumerate(stats.accepted_by_depth):
             metrics.by_position.labels(metrics.model, str(depth)).inc(accepted)
-        if chunk.finish is not None:
-            self.end(chunk.finish)
 
     def end(self, finish: str) -> None:
-        """Count the request's end, once."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._metrics.ended.labels(self._metrics.model, ENDS[finish]).inc()
-            self._metrics.whole.observe(perf_counter() - self._began)
+        """Count the request's end."""
+        self._metrics.ended.labels(self._metrics.model, ENDS[finish]).inc()
+        self._metrics.whole.observe(perf_counter() - self._began)

@@ -21,7 +21,7 @@ from decode.trees.accept import accept_lossily
 from decode.trees.sampling import NO_TOKEN
 from proposers import HEAD_PROPOSERS, DraftProposer, HydraProposer, MergedProposer
 from proposers.sources import Continuation, Place, RecyclingSource, Source
-from tests.support.drafting import Recorder, make_head
+from tests.support.drafting import Recorder, make_head, texts
 from tests.support.models import tiny
 
 PROMPTS = [[3, 4, 5, 6, 3, 4], [7, 8, 9]]
@@ -63,8 +63,7 @@ def make_draft_model(spoil: Callable[[Tensor], Tensor]) -> Target:
 
 
 def decode(target: Target, proposer: Proposer | None, sampling: Sampling = GREEDY, nodes: int = 64) -> list[list[int]]:
-    answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=12, nodes=nodes)
-    return [answer.tokens for answer in answers]
+    return texts(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=12, nodes=nodes)
 
 
 @pytest.mark.parametrize("settings", [{"nodes": 40}, {}], ids=str)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode import Target, Tree, costs, generate
-from decode.costs import SIZES, for_batch, measured_batches
+from decode.costs import SIZES, for_batch, measure_cost_curve, measured_batches
 from decode.cuda.backend import CudaBackend
 from decode.devices.cost_curve import CostCurve
 from decode.session import Session
@@ -89,7 +89,7 @@ def test_cost_is_measured_on_warm_kernels(
         return 50.0 if len(passes) == 1 else warm if tree.width in passes[:-1] else warm + 10
 
     monkeypatch.setattr(costs, "time_pass", time)
-    measured = costs.measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(3), context)
+    measured = measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(3), context)
     assert measured.sizes == tuple(size for size in costs.SIZES if size <= largest)
     assert measured.ratios == pytest.approx([1 + rise * (size - 1) for size in measured.sizes])
     assert max(passes) == largest and passes.count(1) == costs.WARM - 1 + costs.ROUNDS

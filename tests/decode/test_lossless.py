@@ -36,7 +36,7 @@ from proposers import (
 )
 from proposers.options import OPTIONS
 from proposers.sources import Continuation, Place, RecyclingSource, Source
-from tests.support.drafting import make_head, tree_of_rows
+from tests.support.drafting import Known, make_head, texts, tree_of_rows
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 
@@ -117,10 +117,6 @@ def merge(drafter: TreeProposer, nodes: int | None = None) -> MergedProposer:
     return MergedProposer(drafter=drafter, store=AnswerStore(1000), nodes=nodes)
 
 
-def texts(target: Target, proposer: Proposer | None, prompts: list[list[int]] = PROMPTS, **settings: object) -> list:
-    return [answer.tokens for answer in generate(target, prompts, proposer, **{"max_new_tokens": 24, **settings})]
-
-
 class Grammar(LogitsProcessor):
     """Allows the tokens whose sum with the last token and the prefix length is divisible by 3."""
 
@@ -143,7 +139,7 @@ NEW = 12
 
 @cache
 def plain_texts(name: str) -> list:
-    return texts(make_target(), None, sampling=SAMPLINGS[name], max_new_tokens=NEW)
+    return texts(make_target(), PROMPTS, None, sampling=SAMPLINGS[name], max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -152,15 +148,15 @@ def test_drafts_do_not_change_the_text(llama: Target, name: str, sampling: str) 
     """The noise depends on the seed alone, and processors see each node's own prefix."""
     for batch_size in (1, 2, 4) if sampling.startswith("temperature") else (1, 4):
         proposer, settings = DETERMINISTIC[name](llama), {"sampling": SAMPLINGS[sampling], "max_new_tokens": NEW}
-        assert texts(llama, proposer, batch_size=batch_size, **settings) == plain_texts(sampling), batch_size
+        assert texts(llama, PROMPTS, proposer, batch_size=batch_size, **settings) == plain_texts(sampling), batch_size
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_seeds_and_processors_change_the_text_and_batches_do_not(llama: Target, name: str) -> None:
     sampling = SAMPLINGS[name]
     other = replace(sampling, processors=()) if sampling.processors else replace(sampling, seed=12)
-    assert texts(llama, None, sampling=other, max_new_tokens=NEW) != plain_texts(name)
-    assert texts(llama, None, sampling=sampling, max_new_tokens=NEW, batch_size=1) == plain_texts(name)
+    assert texts(llama, PROMPTS, None, sampling=other, max_new_tokens=NEW) != plain_texts(name)
+    assert texts(llama, PROMPTS, None, sampling=sampling, max_new_tokens=NEW, batch_size=1) == plain_texts(name)
 
 
 class Closed(LogitsProcessor):
@@ -180,7 +176,7 @@ class Closed(LogitsProcessor):
 def test_processors_are_not_called_after_a_stop_token(llama: Target, temperature: float, name: str) -> None:
     """Although drafts go on after it."""
     (prompt, *_), settings = PROMPTS, {"max_new_tokens": NEW, "batch_size": 1}
-    (plain,) = texts(llama, None, [prompt], sampling=Sampling(temperature, seed=2), stop_ids=[], **settings)
+    (plain,) = texts(llama, [prompt], None, sampling=Sampling(temperature, seed=2), stop_ids=[], **settings)
     end = plain[8]
     sampling = Sampling(temperature, processors=[Closed(end, len(prompt))], seed=2)
     make = DETERMINISTIC.get(name, lambda target: DraftProposer(target, depth=4, sampled=True, nodes=5))
@@ -305,18 +301,16 @@ def test_random_cases(part: int, request: pytest.FixtureRequest) -> None:
         proposer = choose.choice([Adversary(case), Adversary(case), *others])
         nodes, batch_size = choose.choice([1, 2, 9]), choose.choice([1, 2, None])
         answers = generate(target, prompts, proposer, nodes=nodes, batch_size=batch_size, **settings)
-        assert [answer.tokens for answer in answers] == texts(target, None, prompts, **settings), f"case {case}"
+        assert [answer.tokens for answer in answers] == texts(target, prompts, None, **settings), f"case {case}"
         accepted += sum(sum(answer.stats.accepted_by_depth) for answer in answers)
     assert accepted > 0
 
 
-class KnownAnswers:
-    """Drafts the known answers in trees of the whole budget, with a right and a wrong token at each depth."""
+class RecordingKnown(Known):
+    """Drafts the known answers in trees of the whole budget, and records what it was given."""
 
-    layers = ()
-
-    def __init__(self, answers: list[list[int]]) -> None:
-        self.answers = answers  # prompt and answer of each request
+    def __init__(self, answers: list[list[int]], depth: int) -> None:
+        super().__init__({request_id: [*answer, *[0] * depth] for request_id, answer in enumerate(answers)}, depth)
         self.calls: list[tuple[int, int]] = []  # the budget, and the room of the row that has most
         self.verified: list[tuple[int, int]] = []  # room and tree size of each row and step
 
@@ -325,13 +319,7 @@ class KnownAnswers:
         self.verified += zip(rooms, step.tree.sizes.tolist(), strict=False)
         self.room = step.room
         self.calls.append((budget, max(step.room)))
-        rows = []
-        for request_id, sequence in zip(step.request_ids, step.sequences, strict=True):
-            levels = (budget - 1) // 2
-            future = [*self.answers[request_id][len(sequence) :], *[0] * levels][:levels]
-            tokens = [token for right in future for token in ((right + 1) % VOCABULARY, right)]
-            rows.append(([sequence[-1], *tokens], [-1, *(2 * (node // 2) for node in range(len(tokens)))]))
-        return tree_of_rows(rows)
+        return super().propose(step, budget)
 
 
 @pytest.mark.parametrize("limit", [256, 12])
@@ -351,7 +339,7 @@ def test_little_room_makes_trees_shallower_but_not_smaller(
         return forward(position_ids=position_ids, **settings)
 
     monkeypatch.setattr(target.model, "forward", watch)
-    proposer = KnownAnswers([answer.prompt + answer.tokens for answer in plain])
+    proposer = RecordingKnown([answer.tokens for answer in plain], depth=nodes)
     answers = generate(target, prompts, proposer, nodes=nodes, max_new_tokens=limit)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert [answer.finish for answer in answers] == [answer.finish for answer in plain]

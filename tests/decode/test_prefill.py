@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Target, generate, prefill
+from decode import Target, prefill
 from decode.devices.backend import Backend, find_backend
 from decode.prefill import CHUNK, MASK_BYTES, choose_chunk, read_texts
 from proposers import HEAD_PROPOSERS, MergedProposer
-from tests.support.drafting import Recorder, make_head
+from tests.support.drafting import Recorder, make_head, texts
 from tests.support.models import VOCABULARY, tiny
 
 KINDS = ["llama", "llama eager", "mistral window", "gemma3_text", "gpt_oss", "llama4_text", "gpt2", "deepseek_v3"]
@@ -90,13 +90,12 @@ def make_proposer(name: str, target: Target) -> Any:
 def test_drafts_stay_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees and texts, if prompts are read in many passes. The features of each pass are fused."""
     target, prompts = Target(tiny("llama", num_hidden_layers=4)), make_prompts((40, 23, 9))
-    plain = [answer.tokens for answer in generate(target, prompts, None, max_new_tokens=12, stop_ids=[])]
+    plain = texts(target, prompts, None, max_new_tokens=12, stop_ids=[])
     found = []
     for chunk in (512, 6):
         monkeypatch.setattr(prefill, "CHUNK", chunk)
         recorder = Recorder(make_proposer(name, target))
-        answers = generate(target, prompts, recorder, max_new_tokens=12, stop_ids=[])
-        assert [answer.tokens for answer in answers] == plain
+        assert texts(target, prompts, recorder, max_new_tokens=12, stop_ids=[]) == plain
         found.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in recorder.trees])
     assert found[0] == found[1]
 

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
 
-from decode import Sampling, Target, generate
+from decode import Sampling, Target
 from decode.prefill import read_texts
 from heads import checkpoint, load_head, save_head
 from heads.formats import mtp
 from proposers import MtpProposer, load_draft_head, load_proposer
+from tests.support.drafting import texts
 from tests.support.models import tiny
 from training.data import Example
 from training.factory import make_head
@@ -148,12 +149,11 @@ def test_the_module_of_the_targets_checkpoint_changes_no_text(kind: str, tempera
     """Rows of different lengths, in trees, or chains where the model has a recurrent state."""
     target = build_target(kind, folders / kind)
     settings: dict[str, Any] = {"sampling": Sampling(temperature=temperature, seed=2), "stop_ids": []}
-    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=10, **settings)]
+    plain = texts(target, PROMPTS, None, max_new_tokens=10, **settings)
     proposer = load_proposer("mtp", target, nodes=12)
     merged: Any = load_proposer("merged", target, head="mtp")
     assert isinstance(proposer, MtpProposer) and isinstance(merged.drafter, MtpProposer)
-    answers = generate(target, PROMPTS, proposer, max_new_tokens=10, **settings)
-    assert [answer.tokens for answer in answers] == plain
+    assert texts(target, PROMPTS, proposer, max_new_tokens=10, **settings) == plain
 
 
 def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> None:
@@ -243,9 +243,8 @@ def test_a_modules_own_matrices_are_used(kind: str, embeddings: float, output: f
     expected = make_norm(model, parts["norm"])(expected) @ tensors[f"{outer}{name}.weight"].T
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
-    plain = generate(target, PROMPTS, None, max_new_tokens=8, stop_ids=[])
-    drafted = generate(target, PROMPTS, proposer, max_new_tokens=8, stop_ids=[])
-    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    plain, drafted = (texts(target, PROMPTS, each, max_new_tokens=8, stop_ids=[]) for each in (None, proposer))
+    assert drafted == plain
 
 
 COPIED = [f"model.layers.2.{name}" for name in ("embed_tokens", "shared_head.head")]

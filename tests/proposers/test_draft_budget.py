@@ -13,7 +13,7 @@ from decode.devices.cost_curve import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import DraftBudget, DrafterWorth, chain_time
-from tests.support.drafting import Recorder, fix_cost, make_head
+from tests.support.drafting import Recorder, fix_cost, make_head, texts
 from tests.support.models import tiny
 
 
@@ -152,10 +152,9 @@ def test_rows_share_a_budget_where_padding_costs_nothing(kind: str, monkeypatch:
     fix_cost(monkeypatch, target, CostCurve([1, 2, 64], [1.0, 1 + rise, 1 + 63 * rise]))
     made = {"ngram": NGramProposer, "merged": MergedProposer, "medusa": lambda: MedusaProposer(make_head(kind, target))}
     prompts = [[5, 9, 6, 5, 9, 6, 5, 9, 6, 5, 9], [40, 41, 42, 43], [7, 8, 30, 7]]
-    plain = generate(target, prompts, None, max_new_tokens=20, stop_ids=[])
+    plain = texts(target, prompts, None, max_new_tokens=20, stop_ids=[])
     recorder = Recorder(made[kind]())
-    answers = generate(target, prompts, recorder, max_new_tokens=20, stop_ids=[])
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert texts(target, prompts, recorder, max_new_tokens=20, stop_ids=[]) == plain
     sizes = [tree.sizes.tolist() for tree in recorder.trees]
     assert any(len({*each}) > 1 for each in sizes) and max(map(max, sizes)) > 1
 

@@ -16,7 +16,7 @@ from decode.devices.cost_curve import CostCurve
 from proposers import DraftProposer
 from proposers.draft_models import proposer as draft
 from proposers.draft_models.proposer import count_weights
-from tests.support.drafting import Recorder
+from tests.support.drafting import Recorder, texts
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 from tests.support.speculating import make_tokenizer
@@ -181,9 +181,7 @@ def test_processors_apply_to_drafts(
         # the prompt, then 4 tokens each; the most likely path is not always the greedy one
         assert all(answer.stats.steps == 5 or (not is_chain and answer.stats.tau > 2) for answer in answers)
     if "sampled" not in settings:
-        assert [answer.tokens for answer in answers] == [
-            each.tokens for each in generate(target, prompts, None, **limits)
-        ]
+        assert [answer.tokens for answer in answers] == texts(target, prompts, None, **limits)
 
 
 # ---- outputs that are padded to another size ----
@@ -201,9 +199,9 @@ def test_only_shared_tokens_are_drafted(size: int, settings: dict[str, Any]) -> 
     recorder = Recorder(DraftProposer(make(size), depth=3, nodes=10, **settings))
     for temperature in (0.0, 1.0):
         limits = {"sampling": Sampling(temperature, seed=1), "max_new_tokens": 14, "stop_ids": ()}
-        found, plain = (generate(target, PROMPTS, proposer, **limits) for proposer in (recorder, None))
+        found, plain = (texts(target, PROMPTS, proposer, **limits) for proposer in (recorder, None))
         if "sampled" not in settings or not temperature:
-            assert [answer.tokens for answer in found] == [answer.tokens for answer in plain]
+            assert found == plain
     drafted = torch.cat([tree.tokens[:, 1:].flatten() for tree in recorder.trees])
     assert len(drafted) and int(drafted.max()) < VOCABULARY
     for tree in recorder.trees:

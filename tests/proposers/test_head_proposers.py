@@ -23,8 +23,8 @@ from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history
 from proposers.dflash import DFlashDrafter
 from proposers.draft_budget import DraftBudget
 from proposers.search import add_noise
-from tests.decode.test_lossless import PROMPTS, texts
-from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head
+from tests.decode.test_lossless import PROMPTS
+from tests.support.drafting import LAYER, Paths, Recorder, fix_cost, make_head, texts
 from tests.support.models import needs_compiler, tiny
 from training.factory import make_objective
 
@@ -304,7 +304,7 @@ def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) ->
             engine.add([3, 4, 5, step % VOCABULARY], nodes=1, max_new_tokens=25, stop_ids=[])
         engine.step()
         unread = proposer._history._unread
-        waiting.append(sum(tensor.nbytes for part in unread for tensor in (part.features, part.following)))
+        waiting.append(sum(tensor.nbytes for part, _ in unread for tensor in (part.features, part.following)))
         longest.append(len(unread))
     engine.close()
     assert max(waiting[500:]) <= max(waiting[:100]) and max(longest) <= feature_history.WAITING + 1
@@ -376,13 +376,13 @@ def test_the_text_is_the_targets(
 ) -> None:
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 2.0]))
     sampling = Sampling(temperature=temperature, seed=3)
-    plain = texts(target, None, sampling=sampling, max_new_tokens=10)
+    plain = texts(target, PROMPTS, None, sampling=sampling, max_new_tokens=10)
     trees: list[dict[str, Any]] = [{"nodes": 20}, {"width": 1, "nodes": 5}, {}]
     for batch_size in (1, 2, 4):
         for settings in trees[:: 2 if batch_size == 2 else 1]:
             proposer = make(kind, target, **settings)
             limits = {"batch_size": batch_size, "max_new_tokens": 10}
-            assert texts(target, proposer, sampling=sampling, **limits) == plain, settings
+            assert texts(target, PROMPTS, proposer, sampling=sampling, **limits) == plain, settings
 
 
 # ---- how many nodes ----

@@ -20,8 +20,7 @@ from heads.checkpoint import save_head
 from proposers import MergedProposer, NGramProposer, check_options, load, load_draft_head, load_proposer
 from proposers import options as names
 from proposers.calibration import Calibration, load_calibration
-from tests.decode.test_lossless import texts
-from tests.support.drafting import make_head
+from tests.support.drafting import make_head, texts
 from tests.support.models import tiny
 
 OWN = """
@@ -151,8 +150,8 @@ def test_the_head_of_auto_is_loaded_once_and_learns_anew(monkeypatch: pytest.Mon
     same = Target(target.model)
     first, second = (load_proposer("auto", same).drafter for _ in range(2))  # type: ignore[attr-defined]
     assert first is not second and first.head is second.head and first.draft_budget is not second.draft_budget
-    prompts = [[1, 2, 3, 1, 2], [5, 6]]
-    assert texts(same, second, prompts) == texts(same, None, prompts)
+    prompts, settings = [[1, 2, 3, 1, 2], [5, 6]], {"max_new_tokens": 24}
+    assert texts(same, prompts, second, **settings) == texts(same, prompts, None, **settings)
 
 
 def test_speculate_loads_the_head_of_auto_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from decode.prefill import read_texts
 from proposers import HydraProposer, LookaheadProposer, MergedProposer, SuffixProposer
 from proposers.sources import LookaheadSource, RecyclingSource, SuffixSource, lookahead
 from proposers.sources.lookahead import Pool
-from tests.support.drafting import Recorder, list_paths, make_head
+from tests.support.drafting import Recorder, list_paths, make_head, texts
 from tests.support.models import tiny
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10, 11, 7, 8], [3], [4, 4, 20, 21, 22, 4, 4, 20]]
@@ -94,7 +94,7 @@ def test_n_grams_are_the_texts_and_what_the_target_predicts_after_the_window(
     source = WatchedSource(*sizes, added)
     nodes = 1 + 2 * source.assumed
     answers = generate(target, PROMPTS, MergedProposer([source], nodes=nodes), batch_size=2, **LIMITS)
-    assert [answer.tokens for answer in answers] == [a.tokens for a in generate(target, PROMPTS, None, **LIMITS)]
+    assert [answer.tokens for answer in answers] == texts(target, PROMPTS, None, **LIMITS)
     assert len({len(answer.tokens) for answer in answers}) > 1
     assert source.found["predicted"] > 50 and source.found["moved"] > 40
     assert source.found["cut off"] or sizes == (1, 2)  # at the answer's end
@@ -123,11 +123,10 @@ def test_the_newest_n_grams_of_a_token_are_kept(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("budget", [1, 2, 4, 7, 12, 30])
 def test_trees_keep_to_the_budget(target: Target, budget: int) -> None:
-    plain = [answer.tokens for answer in generate(target, PROMPTS, None, **LIMITS)]
+    plain = texts(target, PROMPTS, None, **LIMITS)
     for proposer, most in ((LookaheadProposer(), min(budget, 19)), (LookaheadProposer(4, 3, nodes=budget), budget)):
         recorder = Recorder(proposer)
-        answers = generate(target, PROMPTS, recorder, nodes=budget, **LIMITS)
-        assert [answer.tokens for answer in answers] == plain
+        assert texts(target, PROMPTS, recorder, nodes=budget, **LIMITS) == plain
         sizes = [int(tree.sizes.max()) for tree in recorder.trees]
         assert max(sizes) == most  # the window and the drafts reach it together
 
@@ -135,12 +134,11 @@ def test_trees_keep_to_the_budget(target: Target, budget: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_with_other_sources_and_a_head_the_text_stays(target: Target, temperature: float) -> None:
     settings = {**LIMITS, "sampling": Sampling(temperature, seed=3)}
-    plain = [answer.tokens for answer in generate(target, PROMPTS, None, **settings)]
+    plain = texts(target, PROMPTS, None, **settings)
     head = HydraProposer(make_head("hydra", target, output="target"))
     proposer = MergedProposer([SuffixSource(), LookaheadSource(), RecyclingSource()], head, nodes=20)
     for again in (proposer, proposer, proposer.renew()):
-        answers = generate(target, PROMPTS, again, batch_size=2, **settings)
-        assert [answer.tokens for answer in answers] == plain
+        assert texts(target, PROMPTS, again, batch_size=2, **settings) == plain
     assert proposer.accepted_by_source["lookahead"] > 0
 
 
@@ -184,8 +182,7 @@ def test_chains_have_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny("lfm2"))
     settings = {"batch_size": 2, "max_new_tokens": 24, "sampling": Sampling(0.8, seed=3)}
     recorder = Recorder(LookaheadProposer())
-    answers = generate(target, PROMPTS, recorder, **settings)
-    assert [answer.tokens for answer in answers] == [a.tokens for a in generate(target, PROMPTS, None, **settings)]
+    assert texts(target, PROMPTS, recorder, **settings) == texts(target, PROMPTS, None, **settings)
     for text, paths in recorder.drafted.items():
         grams = {text[end - 2 : end] for end in range(2, len(text) + 1)}
         chain = [text[-1], *max(paths, key=len, default=())]

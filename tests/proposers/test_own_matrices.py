@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Target, generate
+from decode import Target
 from heads import load_head, save_head
 from heads.checkpoint import find_kind
 from heads.eagle import choose_features
 from proposers import load_draft_head, load_proposer
 from tests.decode.test_lossless import PROMPTS
 from tests.proposers.test_head_proposers import Written, agree, has_room
-from tests.support.drafting import Recorder, make_head
+from tests.support.drafting import Recorder, make_head, texts
 from tests.support.gguf_files import write_model
 from tests.support.models import tiny
 from tests.support.published_heads import EAGLE, READ, write
@@ -91,10 +91,9 @@ def test_what_differs_from_the_targets_is_used(kind: str, output: bool, target: 
         assert found.config.embedding and found.output == head.output
         assert torch.equal(found.embed_tokens.weight, matrices["embed_tokens.weight"])
 
-    plain = [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=30, stop_ids=[])]
+    plain = texts(target, PROMPTS, None, max_new_tokens=30, stop_ids=[])
     recorder = Recorder(proposer)
-    answers = generate(target, PROMPTS, recorder, max_new_tokens=30, stop_ids=[])
-    assert [answer.tokens for answer in answers] == plain
+    assert texts(target, PROMPTS, recorder, max_new_tokens=30, stop_ids=[]) == plain
     drafted = [(text, paths) for text, paths in recorder.drafted.items() if len(paths) == 9 and has_room(text)]
     assert len(drafted) > 20
     for text, paths in drafted[::8]:

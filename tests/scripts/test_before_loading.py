@@ -67,6 +67,7 @@ WRONG: list[tuple[Any, list[str], str]] = [
     ),
     (generate, [*GENERATE, "--store", "nowhere/store"], "--store nowhere/store cannot be written"),
     (generate, [*GENERATE, "--store", "own.py"], "own.py is no answer store"),
+    (generate, ["--prompt-file", "questions.jsonl"], 'line 1: a line is a JSON object with one of "prompt", "turns"'),
     (distill, [*DISTILL, "--proposer", "oak"], "unknown proposer 'oak'"),
     (distill, [*DISTILL, "--proposer", "empty"], NO_HEAD),
     (bench, [*BENCH, "own.py:Yours"], "own.py has no class Yours"),

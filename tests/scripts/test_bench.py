@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Form
 
 from decode import Target, costs, generate
-from decode.cpu.backend import CpuBackend
+from decode.cpu.backend import FLOAT_COSTS, SIZES
 from decode.devices.cost_curve import CostCurve
 from draftless_commands import bench
 from draftless_commands.benchmark import files, measurement
@@ -64,7 +64,7 @@ def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     curves = tmp_path_factory.mktemp("curves")
     with limit_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "user_cache", lambda: curves)
-        patch.setattr(costs, "measure_cost_curve", lambda *_: CostCurve(*CpuBackend.fixed_costs))
+        patch.setattr(costs, "measure_cost_curve", lambda *_: CostCurve(SIZES, FLOAT_COSTS))
         yield
 
 

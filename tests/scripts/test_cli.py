@@ -294,27 +294,6 @@ def target(folder: Path) -> Target:
     return Target.load(str(folder / "target"), dtype="float64", accelerate="off")
 
 
-GOOD = b'{"prompt": "x"}\n'
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (GOOD + b"\n" + b"x\n", "line 3: this is not JSON"),
-        (GOOD + b"[" * 100_000, "line 2: this JSON cannot be read"),
-        (GOOD + b'{"question": "x"}', 'line 2: a line is a JSON object with one of "prompt", "turns"'),
-        (b"\n\n", "is empty; it needs one JSON object a line"),
-    ],
-)
-def test_a_bad_line_is_found_before_a_model_is_loaded(
-    call: Call, tmp_path: Path, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generate, "load_target", lambda args: pytest.fail("a model was loaded"))
-    file = tmp_path / "bad.jsonl"
-    file.write_bytes(content)
-    call(*BASE, "--prompt-file", str(file)).refused(message)
-
-
 @pytest.mark.parametrize("settings", [["--model", "bare"], ["--no-chat"]])
 def test_without_a_chat_template_the_texts_of_turns_are_joined(ask_rows: Call, settings: list[str]) -> None:
     first, second = ask_rows([{"turns": ["x", "y"]}], "--max-new-tokens", "5", *settings).rows
@@ -389,9 +368,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 @pytest.fixture
 def long_run(folder: Path, tmp_path: Path) -> list[str]:
     """Options of a run that prints its first answer soon and would take a minute for all of them."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_bytes(GOOD * 100)
-    return ["--model", "endless", "--prompt-file", str(file), "--max-new-tokens", "200", "--batch-size", "2"]
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "x"}] * 100)
+    return ["--model", "endless", "--prompt-file", file, "--max-new-tokens", "200", "--batch-size", "2"]
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ VALUES = some.recursive(
 )
 KNOWN = some.sampled_from([[], {}, "", -1, 0, 1, 2**70, 0.5, True, "text", [{}], [[1]], [5], {"type": "function"}])
 SHORT = {"max_tokens": 3, "model": "tiny"}
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def check(client: TestClient, path: str, body: Any) -> None:
         text = json.dumps(body).encode()
     except (ValueError, UnicodeEncodeError):
         return
-    made = client.post(path, content=text, headers={"Content-Type": "application/json"})
+    made = client.post(path, content=text, headers=JSON)
     assert made.status_code in (200, 400, 404), (body, made.text)
     if made.status_code != 200:
         error = made.json()["error"]
@@ -92,7 +93,7 @@ def check(client: TestClient, path: str, body: Any) -> None:
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=some.binary(max_size=40) | some.text(max_size=40).map(lambda text: text.encode("utf-8", "replace")))
 def test_any_body(client: TestClient, body: bytes) -> None:
-    made = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    made = client.post("/v1/chat/completions", content=body, headers=JSON)
     assert made.status_code == 400 and made.json()["error"]["message"]
 
 
@@ -103,9 +104,20 @@ def test_deep_and_long_bodies(client: TestClient, target: Target) -> None:
         (json.dumps(ASKED | {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}), 400),
         (json.dumps(ASKED | {"user": "a" * (3 << 20)}), 413),
     ):
-        assert client.post("/v1/chat/completions", content=body.encode()).status_code == status
+        assert client.post("/v1/chat/completions", content=body.encode(), headers=JSON).status_code == status
     (expected,) = answer(target)
     assert ask(client).json()["choices"][0]["message"]["content"] == expected.text
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
+def test_what_a_web_page_of_others_could_send(client: TestClient, kind: str | None) -> None:
+    """Without asking first, as browsers must before they send JSON to another place."""
+    headers = {} if kind is None else {"Content-Type": kind}
+    made = client.post("/v1/chat/completions", content=json.dumps(ASKED), headers=headers)
+    assert made.status_code == 415 and "Content-Type: application/json" in made.json()["error"]["message"]
+    with_charset = {"Content-Type": "Application/JSON; charset=utf-8"}
+    made = client.post("/v1/chat/completions", content=json.dumps(ASKED | SHORT), headers=with_charset)
+    assert made.status_code == 200
 
 
 class Failing:

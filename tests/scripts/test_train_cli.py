@@ -156,7 +156,6 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
         (["--kind", "eagle", "--decay", "pace"], "no distance from features; give --regression 0 too"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
         (["--model", "nowhere/at/all"], "there is no such folder"),
-        (["--init", "nowhere"], "cannot load a head from 'nowhere': there is no such local folder"),
         (["--max-bad", "2"], "--max-bad is 2.0; it must be a share from 0 to 1"),
         pytest.param(["--device", "cuda"], "--device cuda: torch sees no GPU", marks=WITHOUT_GPU),
     ],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.tokenizers import byte_level
 
 CALLS = (
     "{% for call in m.tool_calls %}<tool_call>\n"
@@ -69,11 +70,8 @@ SPECIAL = {
 
 def make_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """A tokenizer with this template. Each byte is a token; the model's special tokens are there too."""
-    backend = Tokenizer(models.BPE({byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    tokenizer = byte_level()
     end, begin = next((end, begin) for end, (begin, *templates) in SPECIAL.items() if template in templates)
-    special = {"bos_token": "<s>", "eos_token": end, "additional_special_tokens": [begin]}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.add_special_tokens({"eos_token": end, "additional_special_tokens": [begin]})
     tokenizer.chat_template = template
     return tokenizer

@@ -1,15 +1,15 @@
-"""Random heads for tiny targets, and what a proposer drafts with them."""
+"""Random heads for tiny targets, what a proposer drafts with them, and the tokens of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from decode import Proposer, Request, Step, Target, Tree
+from decode import Proposer, Request, Step, Target, Tree, generate
 from decode.devices.cost_curve import CostCurve
 from decode.devices.transfer import Upload
 from decode.requests.answer import Limits
@@ -106,6 +106,32 @@ def first_step(target: Target, *sequences: Sequence[int], room: Sequence[int] = 
     count, prompts = len(requests), [request.prompt for request in requests]
     tree = Tree.chain([prompt[-1:] or [0] for prompt in prompts])
     return Step(target, requests, [None] * count, prompts, [[0]] * count, tree, torch.empty(0), upload=upload)
+
+
+def texts(*given: Any, **settings: Any) -> list[list[int]]:
+    """The tokens of each answer of `generate`."""
+    return [answer.tokens for answer in generate(*given, **settings)]
+
+
+class Known:
+    """Drafts the known answers as trees, with a wrong token next to each right one. It is told them by request id."""
+
+    layers: Sequence[int] = ()
+
+    def __init__(self, answers: Mapping[int, Sequence[int]], depth: int = 6) -> None:
+        self.answers, self.depth = answers, depth
+        self.trees: list[Tree] = []  # as they were verified
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        self.trees.append(step.tree)
+        rows = []
+        for request in step.requests:
+            done = len(request.sequence) - len(request.prompt)
+            right = self.answers[request.request_id][done : done + min(self.depth, (budget - 1) // 2)]
+            tokens = [each for token in right for each in (token, (token + 1) % step.target.vocabulary)]
+            parents = [max(0, 2 * (place // 2) - 1) for place in range(len(tokens))]
+            rows.append(([request.sequence[-1], *tokens], [-1, *parents]))
+        return tree_of_rows(rows)
 
 
 class Recorder:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from decode import Matcher, Proposer, Sampling, Step, Target, Tree, generate
+from decode import Matcher, Proposer, Sampling, Target, generate
 from decode.cuda import graph
 from decode.grammars.grammar import AnyGrammar, MakeMatcher, make_matchers
 from proposers import MedusaProposer, MergedProposer, NGramProposer
-from tests.support.drafting import make_head, tree_of_rows
+from tests.support.drafting import make_head
 from tests.support.models import tiny
 from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 from tests.support.tokenizers import merging
@@ -158,27 +158,6 @@ class SumMatcher(TableMatcher):
     @property
     def is_complete(self) -> bool:
         return len(self.states) > self.size
-
-
-class Known:
-    """Drafts the known answers as trees, with a wrong token next to each right one. It is told them by request id."""
-
-    layers: Sequence[int] = ()
-
-    def __init__(self, answers: Mapping[int, Sequence[int]], depth: int = 6) -> None:
-        self.answers, self.depth = answers, depth
-        self.trees: list[Tree] = []  # as they were verified
-
-    def propose(self, step: Step, budget: int) -> Tree:
-        self.trees.append(step.tree)
-        rows = []
-        for request in step.requests:
-            done = len(request.sequence) - len(request.prompt)
-            right = self.answers[request.request_id][done : done + min(self.depth, (budget - 1) // 2)]
-            tokens = [each for token in right for each in (token, (token + 1) % step.target.vocabulary)]
-            parents = [max(0, 2 * (place // 2) - 1) for place in range(len(tokens))]
-            rows.append(([request.sequence[-1], *tokens], [-1, *parents]))
-        return tree_of_rows(rows)
 
 
 def list_differences() -> list[str]:

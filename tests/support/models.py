@@ -213,6 +213,26 @@ def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **over
     return model.eval()
 
 
+class Adapter(nn.Module):
+    """A low-rank adapter in the place of a linear layer. As in peft, it has a state and reads its factors' dtype."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, rank = base_layer, 4
+        self.lora_A = nn.ModuleDict({name: nn.Linear(base_layer.in_features, rank, bias=False) for name in "ab"})
+        self.lora_B = nn.ModuleDict({name: nn.Linear(rank, base_layer.out_features, bias=False) for name in "ab"})
+        self._disable_adapters, self._active_adapter, self.merged_adapters = False, ["a"], list[str]()
+        self.scaling = {"a": 1.0, "b": 1.0}
+        self.to(base_layer.weight).eval()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.base_layer(inputs)
+        for name in () if self._disable_adapters else self._active_adapter:
+            first, second = self.lora_A[name], self.lora_B[name]
+            outputs = outputs + self.scaling[name] * second(first(inputs.to(first.weight.dtype))).to(inputs.dtype)
+        return outputs
+
+
 class InDouble(TorchFunctionMode):
     """Inside, whatever asks for float32 gets float64, as softmax and rotary angles do in many models.
 

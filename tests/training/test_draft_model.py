@@ -135,7 +135,6 @@ def test_a_checkpoint_to_start_from(place: Path, trained: Path, tmp_path: Path) 
         (["--heads", "2"], "--heads is not for draft models; leave it out"),
         (["--layers", "1", "--init", "x"], "leave out --init"),
         (["--temperature", "0"], "--temperature is 0.0; it must be above 0"),
-        (["--kind", "medusa", "--cut", "first"], "--cut is not for medusa heads"),
         (["--decay", "0.5"], "--decay is for heads, which have several depths"),
     ],
 )

@@ -307,6 +307,7 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"prompt": "x"', "this is not JSON (Expecting"),
+        (b"[" * 100_000, "this JSON cannot be read"),
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
         (b'{"prompt": "x"}', 'there is no answer to train on: give "prompt" with "response"'),
         (b'{"prompt": "x", "response": null}', "an answer is text, not null"),

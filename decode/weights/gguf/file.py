@@ -24,16 +24,8 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 DTYPES = {form: dtype for dtype, form in PLAIN.items()}
 # Inputs and bytes of a block, by ggml's number of the form.
-SIZES = {
-    2: (32, 18),
-    3: (32, 20),
-    6: (32, 22),
-    7: (32, 24),
-    8: (32, 34),
-    12: (256, 144),
-    13: (256, 176),
-    14: (256, 210),
-}
+SIZES = {2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)}
+SIZES |= {12: (256, 144), 13: (256, 176), 14: (256, 210)}
 SIZES |= {form: (1, dtype.itemsize) for form, dtype in DTYPES.items()}
 SUPPORTED = ", ".join(["F32", "F16", "BF16", *BLOCKS])
 

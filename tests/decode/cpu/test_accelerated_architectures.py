@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 import decode.target
-from decode import Proposer, Target, generate
+from decode import Proposer, Target
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
 from decode.prefill import read_texts
 from proposers import NGramProposer
 from tests.decode.cpu.test_packed import use_onednn
 from tests.decode.models.test_architectures import ACCEPTED, OracleTree, draw_prompts
-from tests.support.drafting import tree_of_rows
+from tests.support.drafting import texts, tree_of_rows
 from tests.support.models import needs_compiler, tiny
 
 pytestmark = needs_compiler
@@ -49,13 +49,12 @@ def test_greedy_tokens_are_those_of_the_plain_model(
     form = OneDnnLinear if mode == "oneDNN" else PackedLinear
     assert plain.model is model and any(isinstance(module, form) for module in fast.model.modules())
     assert torch.equal(plain.output_matrix, fast.output_matrix)
-    expected = [answer.tokens for answer in generate(plain, prompts, None, max_new_tokens=16)]
+    expected = texts(plain, prompts, None, max_new_tokens=16)
     answers = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     for count in (1, 4):
         proposers: list[Proposer | None] = [None, NGramProposer(length=4), OracleTree(answers)]
         for proposer in proposers:
-            made = generate(fast, prompts[:count], proposer, batch_size=count, max_new_tokens=16)
-            assert [answer.tokens for answer in made] == expected[:count]
+            assert texts(fast, prompts[:count], proposer, batch_size=count, max_new_tokens=16) == expected[:count]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.config._attn_implementation in ("sdpa", "eager")
 

@@ -16,7 +16,7 @@ from decode import Engine, Proposer, Request, Sampling, Target, Tree, generate
 from decode.cuda import graph
 from decode.hf.speculate import speculate
 from proposers import HEAD_PROPOSERS, DraftProposer, MergedProposer, NGramProposer
-from tests.support.drafting import make_head
+from tests.support.drafting import make_head, texts
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
 from tests.support.training_runs import losses, save_predictable, train
@@ -55,12 +55,11 @@ def test_the_same_tokens(
     kind: str, dtype: torch.dtype, temperature: float, accelerate: str, notices: list[str]
 ) -> None:
     target = on_gpu(kind, dtype, accelerate)
-    sampling = Sampling(temperature=temperature, top_p=0.9, seed=3)
-    plain = generate(on_gpu(kind, dtype), PROMPTS, None, sampling=sampling, max_new_tokens=24, batch_size=1)
+    settings = {"sampling": Sampling(temperature=temperature, top_p=0.9, seed=3), "max_new_tokens": 24}
+    plain = texts(on_gpu(kind, dtype), PROMPTS, None, batch_size=1, **settings)
     for proposer in proposers(target):
         for batch_size in (1, 4):
-            answers = generate(target, PROMPTS, proposer, sampling=sampling, max_new_tokens=24, batch_size=batch_size)
-            assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+            assert texts(target, PROMPTS, proposer, batch_size=batch_size, **settings) == plain
     assert not notices
 
 
@@ -159,7 +158,7 @@ def test_attention_runs_the_kernels_that_were_chosen(accelerate: str) -> None:
 def test_a_model_that_waits_goes_on_without_graphs(notices: list[str]) -> None:
     """Capturing fails once, when it is loaded. torch's allocator works afterwards, and so do graphs of other models."""
     model, plain = tiny("llama", dtype=torch.float32).cuda(), on_gpu("llama", torch.float32)
-    expected = [answer.tokens for answer in generate(plain, PROMPTS, None, max_new_tokens=12)]
+    expected = texts(plain, PROMPTS, None, max_new_tokens=12)
 
     def wait(*_: Any) -> None:
         torch.ones(1, device="cuda").item()
@@ -170,11 +169,11 @@ def test_a_model_that_waits_goes_on_without_graphs(notices: list[str]) -> None:
         target = Target(model, accelerate="auto")
         assert not target.has_graphs and len(notices) == 2
         torch.cuda.empty_cache()
-        assert [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=12)] == expected
+        assert texts(target, PROMPTS, None, max_new_tokens=12) == expected
     for _ in range(2):
         target = Target(model, accelerate="auto")
         assert target.has_graphs
-        assert [answer.tokens for answer in generate(target, PROMPTS, None, max_new_tokens=12)] == expected
+        assert texts(target, PROMPTS, None, max_new_tokens=12) == expected
         torch.cuda.empty_cache()
     assert len(notices) == 2
 
@@ -184,10 +183,9 @@ def test_caches_grow_and_batches_change(notices: list[str]) -> None:
     target = on_gpu("llama", torch.float64, "graphs")
     plain = on_gpu("llama", torch.float64)
     settings = {"max_new_tokens": 300, "stop_ids": []}
-    expected = [answer.tokens for answer in generate(plain, PROMPTS, None, batch_size=1, **settings)]
+    expected = texts(plain, PROMPTS, None, batch_size=1, **settings)
     for rows in (3, 1, 4):
-        answers = generate(target, PROMPTS[:rows], NGramProposer(length=4), batch_size=4, **settings)
-        assert [answer.tokens for answer in answers] == expected[:rows]
+        assert texts(target, PROMPTS[:rows], NGramProposer(length=4), batch_size=4, **settings) == expected[:rows]
     assert not notices
 
 

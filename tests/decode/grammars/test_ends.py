@@ -14,17 +14,8 @@ from torch import Tensor
 from decode import Answer, Sampling, Target, generate, stream
 from decode.grammars.grammar import AnyGrammar
 from proposers import MergedProposer, NGramProposer
-from tests.support.grammars import (
-    END,
-    PERSON,
-    Known,
-    SumMatcher,
-    TableMatcher,
-    encode,
-    make_target,
-    make_tokenizer,
-    replay,
-)
+from tests.support.drafting import Known
+from tests.support.grammars import END, PERSON, SumMatcher, TableMatcher, encode, make_target, make_tokenizer, replay
 from tests.support.models import VOCABULARY
 
 PROMPT = encode("a green ")
@@ -50,7 +41,6 @@ def answer(grammar: AnyGrammar, **settings: Any) -> Answer:
 
 
 def test_a_complete_document_ends_with_grammar_and_has_no_end_token() -> None:
-    pytest.importorskip("llguidance")
     schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"enum": ["hello", "hell"]}}}
     found = answer(schema, max_new_tokens=60)
     assert found.finish == "grammar" and END not in found.tokens
@@ -68,7 +58,6 @@ def ending(token: int) -> Sampling:
 
 
 def test_the_model_may_end_an_answer_that_could_go_on() -> None:
-    pytest.importorskip("llguidance")
     found = answer(re.compile("(ab|ba)+"), sampling=ending(END), max_new_tokens=20)
     assert found.finish == "eos" and found.tokens[2:] == [END] and found.text in ("ab", "ba")
     found = answer(re.compile("(abab|baab){3}"), sampling=ending(END), max_new_tokens=20)
@@ -76,14 +65,12 @@ def test_the_model_may_end_an_answer_that_could_go_on() -> None:
 
 
 def test_an_answer_may_end_at_a_token_of_the_requests_own() -> None:
-    pytest.importorskip("llguidance")
     own = encode("</think>")[0]
     found = answer(re.compile("(ab|ba)+"), sampling=ending(own), stop_ids=[own], max_new_tokens=20)
     assert found.finish == "eos" and found.tokens[2:] == [own]
 
 
 def test_an_answer_that_is_cut_ends_with_length() -> None:
-    pytest.importorskip("llguidance")
     found = answer(PERSON, max_new_tokens=4)
     assert found.finish == "length" and len(found.tokens) == 4
     assert '{"name": "'.startswith(found.text) or found.text.startswith('{"name": "')
@@ -91,28 +78,22 @@ def test_an_answer_that_is_cut_ends_with_length() -> None:
 
 def test_the_last_allowed_token_may_complete_a_document() -> None:
     """`max_new_tokens` of them are enough."""
-    pytest.importorskip("llguidance")
     assert answer(re.compile("abba"), max_new_tokens=4).finish == "grammar"
     assert answer(re.compile("abba"), max_new_tokens=3).finish == "length"
 
 
-@pytest.mark.parametrize("stop", ["ab", "ba"])
-def test_a_stop_string_ends_a_document(stop: str) -> None:
-    pytest.importorskip("llguidance")
-    found = answer(re.compile("xyx(ab){4}"), stop=[stop], max_new_tokens=20)
-    assert found.finish == "stop" and found.text == {"ab": "xyx", "ba": "xyxa"}[stop]
-
-
-def test_a_stop_string_at_the_end_of_a_document_is_cut_off() -> None:
-    pytest.importorskip("llguidance")
-    found = answer(re.compile("xyab"), stop=["ab"], max_new_tokens=20)
-    assert (found.finish, found.text) == ("stop", "xy")
-
-
-def test_text_that_might_have_begun_a_stop_string_comes_with_a_complete_document() -> None:
-    pytest.importorskip("llguidance")
-    found = answer(re.compile("xyab"), stop=["abc"], max_new_tokens=20)
-    assert (found.finish, found.text) == ("grammar", "xyab")
+@pytest.mark.parametrize(
+    ("pattern", "stop", "finish", "text"),
+    [
+        ("xyx(ab){4}", "ab", "stop", "xyx"),
+        ("xyx(ab){4}", "ba", "stop", "xyxa"),
+        ("xyab", "ab", "stop", "xy"),  # it is cut off at the document's end, too
+        ("xyab", "abc", "grammar", "xyab"),  # what might have begun it comes with the complete document
+    ],
+)
+def test_a_stop_string_ends_a_document(pattern: str, stop: str, finish: str, text: str) -> None:
+    found = answer(re.compile(pattern), stop=[stop], max_new_tokens=20)
+    assert (found.finish, found.text) == (finish, text)
 
 
 @pytest.mark.parametrize(("ends", "finish", "size"), [([13], "eos", 4), ([], "length", 6), ([10, 12], "eos", 1)])
@@ -156,7 +137,6 @@ def test_log_probs_are_the_models_own(target: Target, proposer: Any) -> None:
 
 
 def test_the_chunks_of_a_document_have_its_text() -> None:
-    pytest.importorskip("llguidance")
     chunks = [*stream(make_target(), [PROMPT], "merged", grammar=PERSON, max_new_tokens=30)]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     assert "".join(chunk.text for chunk in chunks) == make_tokenizer().decode(tokens)

@@ -13,8 +13,8 @@ from torch import Tensor
 from decode import Matcher, Sampling, Target, generate
 from decode.grammars import grammar as grammars
 from proposers import DraftProposer, MergedProposer, NGramProposer
-from tests.support.drafting import tree_of_rows
-from tests.support.grammars import PERSON, Known, SumMatcher, TableMatcher, encode, make_matcher, make_target, replay
+from tests.support.drafting import Known, texts, tree_of_rows
+from tests.support.grammars import PERSON, SumMatcher, TableMatcher, encode, make_matcher, make_target, replay
 from tests.support.models import VOCABULARY
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9], [20, 21]]
@@ -68,8 +68,7 @@ class Failing(SumMatcher):
 
 def alone(target: Target) -> list[list[int]]:
     """The answers without any fault."""
-    answers = generate(target, PROMPTS, None, grammar=lambda request_id: SumMatcher(VOCABULARY), **SETTINGS)
-    return [answer.tokens for answer in answers]
+    return texts(target, PROMPTS, None, grammar=lambda request_id: SumMatcher(VOCABULARY), **SETTINGS)
 
 
 @pytest.mark.parametrize("method", ["accept", "find_allowed", "is_complete"])
@@ -212,8 +211,7 @@ def test_a_matcher_may_return_the_same_tensor_each_time(target: Target) -> None:
 
     expected = alone(target)
     known = Known(dict(enumerate(expected)))
-    answers = generate(target, PROMPTS, known, grammar=lambda request_id: Reusing(VOCABULARY), **SETTINGS)
-    assert [answer.tokens for answer in answers] == expected
+    assert texts(target, PROMPTS, known, grammar=lambda request_id: Reusing(VOCABULARY), **SETTINGS) == expected
 
 
 class Complex:
@@ -240,7 +238,6 @@ class Complex:
 
 
 def test_an_error_of_llguidance_ends_its_request_alone() -> None:
-    pytest.importorskip("llguidance")
     made, target = make_matcher(PERSON), make_target()
 
     def make(request_id: int) -> Matcher:

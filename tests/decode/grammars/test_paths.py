@@ -66,7 +66,6 @@ def test_a_matcher_that_moves_is_a_fresh_one_on_each_path(kind: str) -> None:
         vocabulary = 40
         make: MakeMatcher = lambda request_id: SumMatcher(vocabulary, size=9)  # noqa: E731
     else:
-        pytest.importorskip("llguidance")
         vocabulary = make_target().vocabulary
         make = make_matcher(SHORT if kind == "short" else GRAMMARS[kind])
     while trees < 200:
@@ -215,7 +214,6 @@ def test_forbidden_tokens_get_minus_infinity_in_their_rows_alone() -> None:
 
 
 def test_the_names_of_fields_are_forced_as_the_tokenizer_cuts_them() -> None:
-    pytest.importorskip("llguidance")
     make = make_matcher(PERSON)
     constraint = Constraint(lambda: make(0), make_target().vocabulary)
     begin = encode('{"name": "hello", "co')

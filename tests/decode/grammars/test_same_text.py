@@ -28,13 +28,12 @@ from proposers import (
 )
 from proposers.sources import GrammarSource, RecyclingSource, SuffixSource
 from tests.support.commands import run_module
-from tests.support.drafting import Recorder, first_step, make_head
+from tests.support.drafting import Known, Recorder, first_step, make_head
 from tests.support.grammars import (
     END,
     FIXED,
     GRAMMARS,
     PERSON,
-    Known,
     SumMatcher,
     TableMatcher,
     decode_greedily,

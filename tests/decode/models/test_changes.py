@@ -19,31 +19,11 @@ from decode import Engine, Target, generate, speculate, stream
 from decode.models.changes import SAMPLES
 from proposers import EagleProposer, NGramProposer
 from tests.support.drafting import make_head
-from tests.support.models import tiny
+from tests.support.models import Adapter, tiny
 
 PROMPT = [(7 * place) % 90 + 3 for place in range(24)]  # long enough to be kept
 SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": []}
 SENTENCE = r"make a new one: Target\(|call model.eval\(\) first|weights changed while this answer was decoded"
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter in the place of a linear layer, with the state of peft's layers."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        like, sizes = base_layer.weight, (base_layer.in_features, base_layer.out_features)
-        self.lora_A = nn.ParameterDict({name: torch.randn(4, sizes[0]).to(like) for name in "ab"})
-        self.lora_B = nn.ParameterDict({name: torch.randn(sizes[1], 4).to(like) for name in "ab"})
-        self._disable_adapters, self._active_adapter, self.merged_adapters = False, ["a"], list[str]()
-        self.scaling = {"a": 1.0, "b": 1.0}
-        self.eval()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.base_layer(inputs)
-        for name in () if self._disable_adapters else self._active_adapter:
-            outputs = outputs + self.scaling[name] * (inputs @ self.lora_A[name].T @ self.lora_B[name].T)
-        return outputs
 
 
 def layer(model: Any) -> Any:
@@ -103,7 +83,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "an adapter switched": lambda model: setattr(adapter(model), "_active_adapter", ["b"]),
     "an adapter added": lambda model: adapter(model)._active_adapter.append("b"),
     "an adapter's scale": lambda model: adapter(model).scaling.update(a=-2.0),
-    "an adapter's weight": lambda model: write(adapter(model).lora_A["a"], Tensor.neg_),
+    "an adapter's weight": lambda model: write(adapter(model).lora_A["a"].weight, Tensor.neg_),
     "a new adapter": lambda model: setattr(layer(model).mlp, "up_proj", Adapter(layer(model).mlp.up_proj)),
     "more tokens": lambda model: model.resize_token_embeddings(len(model.lm_head.weight) + 8, mean_resizing=False),
     "another dtype": lambda model: model.to(torch.float32 if model.dtype == torch.float64 else torch.float64),

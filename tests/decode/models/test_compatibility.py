@@ -13,23 +13,9 @@ from transformers import PreTrainedModel
 
 from decode import Target, generate
 from proposers import NGramProposer
-from tests.support.models import WINDOW, tiny
+from tests.support.models import WINDOW, Adapter, tiny
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
-
-
-class Adapter(nn.Module):
-    """A low-rank adapter in the place of a linear layer. As in peft's LoRA, it reads the dtype of its factors."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        first, second = self.lora_A["default"], self.lora_B["default"]
-        return self.base_layer(inputs) + second(first(inputs.to(first.weight.dtype))).to(inputs.dtype)
 
 
 class PeftStandIn(nn.Module):

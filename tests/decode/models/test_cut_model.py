@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from decode import Target, generate
-from decode.models.cut_model import choose_spaced, cut_model
+from decode.models.cut_model import cut_model
 from tests.support.models import tiny
 
 # Models whose layers differ from each other have lists of their kinds in the config.
@@ -48,8 +48,3 @@ def test_a_cut_model_is_a_target() -> None:
 def test_layers_that_are_not_there(layers: list[int]) -> None:
     with pytest.raises(ValueError, match="cannot be cut out of a model with layers 0 to 3"):
         cut_model(tiny("llama", num_hidden_layers=4), layers)
-
-
-def test_spaced_layers_have_both_ends() -> None:
-    assert choose_spaced(4, 30) == [0, 10, 19, 29]
-    assert choose_spaced(1, 30) == [0] and choose_spaced(3, 3) == [0, 1, 2]

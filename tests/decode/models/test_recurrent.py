@@ -14,7 +14,7 @@ from decode.prefill import read_texts
 from decode.recurrent import EVERY, MOST_GIVEN
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer
 from tests.decode.models.test_architectures import OracleTree
-from tests.support.drafting import make_head
+from tests.support.drafting import make_head, texts
 from tests.support.models import CACHE, VOCABULARY, tiny
 from tests.support.speculating import PROMPT, RAGGED, mask_of
 
@@ -49,7 +49,7 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
 def test_a_thousand_random_rejections_leave_the_text_of_plain_decoding(target: Target) -> None:
     draw = random.Random(1)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(14)]
-    plain = [answer.tokens for answer in generate(target, prompts, max_new_tokens=220, batch_size=4)]
+    plain = texts(target, prompts, max_new_tokens=220, batch_size=4)
     oracle = OracleTree([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)])
     made = generate(target, prompts, oracle, max_new_tokens=220, batch_size=4)
     assert [answer.tokens for answer in made] == plain
@@ -61,10 +61,9 @@ def test_the_text_is_that_of_plain_decoding(target: Target, temperature: float) 
     """Equal prompts have states of their own."""
     prompts, sampling = [*PROMPTS, PROMPTS[0]], Sampling(temperature, seed=3)
     settings: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
-    expected = [answer.tokens for answer in generate(target, prompts, None, batch_size=1, **settings)]
+    expected = texts(target, prompts, None, batch_size=1, **settings)
     for proposer in (None, NGramProposer(), MergedProposer(nodes=6)):
-        answers = generate(target, prompts, proposer, batch_size=4, **settings)
-        assert [answer.tokens for answer in answers] == expected
+        assert texts(target, prompts, proposer, batch_size=4, **settings) == expected
 
 
 def test_requests_join_and_leave(target: Target) -> None:
@@ -113,10 +112,9 @@ def test_no_column_in_a_prompt_is_hidden(target: Target) -> None:
 def test_it_drafts_for_another_model(target: Target, rows: int) -> None:
     """Its own state goes back and forth with each draft; in a batch, rows accept different lengths."""
     llama = Target(tiny("llama"))
-    expected = [answer.tokens for answer in generate(llama, PROMPTS, max_new_tokens=16)]
+    expected = texts(llama, PROMPTS, max_new_tokens=16)
     for proposer in (DraftProposer(target), DraftProposer(target, depth=2, nodes=3)):
-        answers = generate(llama, PROMPTS, proposer, batch_size=rows, max_new_tokens=16)
-        assert [answer.tokens for answer in answers] == expected
+        assert texts(llama, PROMPTS, proposer, batch_size=rows, max_new_tokens=16) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 3])

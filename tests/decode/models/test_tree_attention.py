@@ -29,6 +29,7 @@ from decode.trees.masks import AttentionWindow, tree_masks
 from heads.layer_cache import attend
 from proposers import DraftProposer, NGramProposer
 from tests.decode.test_tree import climb, random_tree
+from tests.support.drafting import texts
 from tests.support.models import needs_compiler, tiny
 
 SIZE = 8  # of a head's queries and keys
@@ -164,10 +165,9 @@ def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest
     for batch_size in (1, 3):
         for sampling in (Sampling(), Sampling(0.8, seed=1)):
             settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 20, "stop_ids": []}
-            expected = [answer.tokens for answer in generate(plain, prompts, None, **settings)]
+            expected = texts(plain, prompts, None, **settings)
             for proposer in (None, NGramProposer(length=4), DraftProposer(plain, width=2, depth=3, nodes=9)):
-                found = generate(target, prompts, proposer, batch_size=batch_size, **settings)
-                assert [answer.tokens for answer in found] == expected
+                assert texts(target, prompts, proposer, batch_size=batch_size, **settings) == expected
     assert used["mask"] > 100 and (kind != "llama" or used["no mask"] > 100)  # windows need masks
 
 
@@ -191,6 +191,5 @@ def test_flex_attention_gives_the_same_tokens(kind: str) -> None:
         model.set_attn_implementation(implementation)
         assert model.config._attn_implementation == implementation
         for proposer in (None, NGramProposer(length=4)):
-            found = generate(Target(model), prompts, proposer, sampling=Sampling(), max_new_tokens=16, stop_ids=[])
-            answers.append([answer.tokens for answer in found])
+            answers.append(texts(Target(model), prompts, proposer, max_new_tokens=16, stop_ids=[]))
     assert answers[1:] == answers[:1] * 3

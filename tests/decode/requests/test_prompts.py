@@ -265,12 +265,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a class": ({"proposer": NGramProposer}, "give NGramProposer\\(\\)"),
     "sampling as a proposer": ({"proposer": Sampling()}, "give sampling="),
     "a function": ({"proposer": load_proposer}, "give load_proposer\\(name, target\\)"),
-    "no layers": ({"proposer": Layerless()}, "^Layerless has no layers; write `layers = "),
-    "no method": ({"proposer": Silent()}, "^Silent has no propose; write `def propose"),
-}
-
-
-WRONG |= {
     "no layers": ({"proposer": Layerless()}, "^Layerless has no layers; write `layers = \\(\\)` in it if it reads no"),
     "no method": ({"proposer": Silent()}, "^Silent has no propose; write `def propose\\(self, step, budget\\)` in it"),
 }

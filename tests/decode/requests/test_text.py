@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from decode.request import Request
 from decode.requests.answer import Chunk, Limits
 from decode.requests.detokenizer import BROKEN, TextStream
+from tests.support.tokenizers import sentence_piece
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
@@ -58,19 +59,6 @@ MERGES = [
 
 TOKENIZER = build_tokenizer(list(dict.fromkeys(MERGES)))
 END = TOKENIZER.eos_token_id
-
-
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """Like SentencePiece: words marked with the space before them, and byte fallback."""
-    words = ["▁a", "▁b", "a", "b", "ab", "▁", "c", "▁投", "é"]
-    tokens = ["<unk>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
 
 
 def stream(ids: Sequence[int], stop: Sequence[str] = (), tokenizer: Any = TOKENIZER) -> list[str]:
@@ -197,7 +185,7 @@ def test_a_criterion_is_called_after_every_token_up_to_the_end() -> None:
 
 @pytest.mark.parametrize("cut", range(6))
 def test_text_is_the_same_without_streaming(cut: int) -> None:
-    byte_fallback = sentencepiece()
+    byte_fallback = sentence_piece()
     raw = [f"<0x{byte:02X}>" for byte in "🧪🧪".encode()]
     for tokenizer, ids in (
         (TOKENIZER, [*spell("é 🧪"), END]),
