@@ -71,7 +71,8 @@ class CudaBackend(Backend):
         """Where flash attention is."""
         return dtype in HALVES and size % MULTIPLE == 0 and size <= LARGEST_HEAD
 
-    def count_seen(self, lengths: Sequence[int], multiple: int = SLOTS) -> int:
+    def count_seen(self, lengths: Sequence[int], multiple: int = 0) -> int:
+        multiple = multiple or SLOTS
         seen = min(lengths) // multiple * multiple
         return seen if seen >= LONG else 0
 

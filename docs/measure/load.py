@@ -75,12 +75,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="100 %%, in requests per second; default: what the first sustains")
     parser.add_argument("--requests", type=int, default=200, help="per run, each with a question of its own")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add each run there, with all its answers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8000, help="where the servers listen")
     options = parser.parse_args()
     servers = dict(each.split("=", 1) for each in options.server)
     questions = [json.loads(line)["turns"][0] for line in options.questions.read_text(encoding="utf-8").splitlines()]
-    prompts = random.Random(options.seed).sample(questions, options.requests)
+    prompts = random.Random(options.seed).sample(questions, len(questions))[: options.requests]
     rate, first = options.rate, next(iter(servers))
     runs: list[Run] = []
     expected: dict[str, str] = {}
@@ -89,6 +90,9 @@ def main() -> None:
             answers, lasted = serve(servers[name], prompts, (rate or 0) * load / 100, options)
             expected = expected or {run["prompt"]: run["text"] for run in answers}
             runs.append({"server": name, "load": load} | figures(answers, lasted, prompts, expected))
+            if options.json is not None:
+                with options.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(runs[-1] | {"answers": answers}) + "\n")
             rate = rate or runs[0]["requests/s"]
             print(json.dumps(runs[-1]), flush=True)
     print(f"\nLocust {locust.__version__}; 100 %: {rate:.3f} requests/s; 0 %: the closed loop\n")

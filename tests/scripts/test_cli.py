@@ -161,7 +161,7 @@ def test_the_streamed_text_is_that_of_json(
     call: Call, monkeypatch: pytest.MonkeyPatch, size: str, colour: bool
 ) -> None:
     # The draft model is the target, so most draft tokens are accepted and coloured.
-    settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target"]
+    settings = [*TO_FILE, "--batch-size", size, "--proposer", "draft", "--draft-model", "target", "--nodes", "8"]
     texts = [row["text"] for row in call(*settings).rows]
     monkeypatch.setattr("draftless_commands.generate.has_colour", lambda file: colour)
     run = call(*[part for part in settings if part != "--json"])
