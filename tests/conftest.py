@@ -25,8 +25,8 @@ from tests.support.commands import Call, Run
 from tests.support.models import VOCABULARY, limit_threads, tiny
 
 END = 2
-LARGEST = 12  # cases of a test that the default run has; of more it has a third, but as many as these
-WHOLE_RUN = 1000  # tests: smaller runs, as of a file, have all cases
+LARGEST = 12  # cases: a test with more is large. The default run has a third of its cases, but no fewer than these
+WHOLE_RUN = 1000  # tests; smaller runs, such as a file's, have all cases
 USUAL_COSTS = CostCurve((1, 64), (0.002, 0.004))  # of a tiny model
 PROGRAMS: dict[str, Any] = {}  # exported layers, by the name of the kernel's file
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests with many cases the default run has some, always the same ones; the slow tests have the others."""
+    """The default run has a sample of the cases of large tests, always the same. The slow tests have the others."""
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items if len(items) > WHOLE_RUN else ():
         if item.get_closest_marker("slow") is None:

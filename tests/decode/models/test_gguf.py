@@ -92,6 +92,13 @@ def test_16_bits_are_for_blocks(file: Path) -> None:
 
 
 @needs_compiler
+def test_fixed_costs_are_those_of_the_weights(file: Path) -> None:
+    """A further node costs more with weights of few bits."""
+    for accelerate, costs in (("packed", backend.BLOCK_COSTS), ("off", backend.FLOAT_COSTS)):
+        target = Target.load(file, accelerate=accelerate, deterministic=True)
+        assert target.cost_curve().ratios == pytest.approx(costs)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
