@@ -71,15 +71,18 @@ class CudaBackend(Backend):
         """Where flash attention is."""
         return dtype in HALVES and size % MULTIPLE == 0 and size <= LARGEST_HEAD
 
-    def count_seen(self, lengths: Sequence[int], multiple: int = 0) -> int:
-        multiple = multiple or SLOTS
-        seen = min(lengths) // multiple * multiple
-        return seen if seen >= LONG else 0
+    def count_seen(self, lengths: Sequence[int]) -> int:
+        return _count_seen(lengths, SLOTS)
 
     def find_window(self, lengths: Sequence[int], capacity: int, more: int) -> tuple[int, int]:
-        if not (seen := self.count_seen(lengths, STRIDE)):
+        if not (seen := _count_seen(lengths, STRIDE)):
             return 0, capacity
         return seen, min(capacity, -(-(max(lengths) + more) // STRIDE) * STRIDE)
 
 
 BACKEND = CudaBackend
+
+
+def _count_seen(lengths: Sequence[int], multiple: int) -> int:
+    seen = min(lengths) // multiple * multiple
+    return seen if seen >= LONG else 0
