@@ -30,7 +30,7 @@ from decode.target import Target, check_target
 from decode.trees.accept import AcceptanceRule, accept, accept_lossily
 
 PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one token
-LONGEST = 1 << 13  # tokens of a part, whatever it costs
+LEAST, LONGEST = 64, 1 << 13  # tokens of a part, whatever it costs: fewer take longer each
 WHOLE = 1 << 30  # tokens of a part: whole prompts
 MOST_AT_ONCE = 1 << 12  # requests with the same prompt
 SETTINGS = [*signature(read_requests).parameters][3:-2]  # of a request, after target, prompts and ids
@@ -237,7 +237,7 @@ class Engine:
             cost = self.target.cost_curve() if is_known else CostCurve(*usual)
             size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
             more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
-            self._part = int(min(max(size + more, size), LONGEST))
+            self._part = int(min(max(size + more, LEAST), LONGEST))
         return self._part
 
     def _admit(self) -> list[Chunk]:

@@ -275,13 +275,16 @@ def test_a_head_runs_once_a_draft(monkeypatch: pytest.MonkeyPatch, target: Targe
         assert sizes[0] == len(PROMPTS[0]) + 2 and max(sizes[1:]) <= 6
 
 
-@pytest.mark.parametrize("waiting", [1, 64])  # steps
+LIMITS = [("WAITING", 1), ("WAITING", 64), ("MOST_UNREAD", 0), ("MOST_UNREAD", 5000)]  # steps, and bytes
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("kind", READ_ALL)
 @torch.no_grad()
 def test_no_feature_is_missed_while_drafting_backs_off(
-    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, waiting: int
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, limit: tuple[str, int]
 ) -> None:
-    monkeypatch.setattr(feature_history, "WAITING", waiting)
+    monkeypatch.setattr(feature_history, *limit)
     fix_cost(monkeypatch, target, CostCurve([1, 64], [1.0, 1.0]))
     proposer = make(kind, target, depth=2)
     backing_off = iter([False, True, True, False, True] * 20)
@@ -310,13 +313,14 @@ def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) ->
     assert max(waiting[500:]) <= max(waiting[:100]) and max(longest) <= feature_history.WAITING + 1
 
 
+@pytest.mark.parametrize("limit", [("WAITING", 5), ("MOST_UNREAD", 5000)])
 @pytest.mark.parametrize("kind", READ_ALL)
 @torch.no_grad()
 def test_a_request_drafts_the_same_after_others_wait(
-    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str, limit: tuple[str, int]
 ) -> None:
     """Its features, and those of requests that joined meanwhile, are read in time."""
-    monkeypatch.setattr(feature_history, "WAITING", 5)
+    monkeypatch.setattr(feature_history, *limit)
     recorder = Recorder(proposer := make(kind, target, nodes=8))
     engine = Engine(target, recorder, rows=3)
     for step in range(40):

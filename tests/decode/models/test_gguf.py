@@ -92,8 +92,9 @@ def test_16_bits_are_for_blocks(file: Path) -> None:
 
 
 @needs_compiler
-def test_fixed_costs_are_those_of_the_weights(file: Path) -> None:
+def test_fixed_costs_are_those_of_the_weights(tmp_path: Path) -> None:
     """A further node costs more with weights of few bits."""
+    write_model("llama", file := tmp_path / "m.gguf", forms=(Form.Q4_0,))
     for accelerate, costs in (("packed", backend.BLOCK_COSTS), ("off", backend.FLOAT_COSTS)):
         target = Target.load(file, accelerate=accelerate, deterministic=True)
         assert target.cost_curve().ratios == pytest.approx(costs)
