@@ -44,7 +44,7 @@ class Costs:
     """What a target's forward passes cost. Curves are measured when they are first asked for, and kept in the user's
     cache, so that later starts measure nothing.
 
-    fixed: nothing is measured; True stands for the curve of the kind of device. steps: what steps took.
+    fixed: nothing is measured; True stands for the curve of the kind of device and weights. steps: what steps took.
     """
 
     def __init__(self, fixed: bool | CostCurve) -> None:

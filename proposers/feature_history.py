@@ -60,7 +60,9 @@ class FeatureHistory:
         """Take in a step's features. read: reads what has waited for long."""
         assert step.features is not None and step.upload is not None
         numbers, stayed, counts = step.upload, step.stayed, [*map(len, step.committed)]
-        features = step.features[:, : max(counts)]  # a row with a longer prompt may have ended
+        features = step.features
+        if (longest := max(counts)) < features.shape[1]:  # a row with a longer prompt has ended
+            features = features[:, :longest].clone()
         part = FeaturePart(features, numbers["following"], numbers["counts"], counts)
         if step.is_first:
             self._begin(len(counts), features.device)
@@ -77,7 +79,8 @@ class FeatureHistory:
             self._unread = [(each, [*places, *[None] * joined]) for each, places in self._unread]
         self._unread.append((part, [*range(len(counts))]))
         self.unread_counts = [*map(add, self.unread_counts, counts)]
-        if sum(each.features.nbytes for each, _ in self._unread) > MOST_UNREAD:
+        padded = len(counts) * max(self.unread_counts) * features[0, 0].nbytes  # together, as they are read
+        if max(padded, sum(each.features.nbytes for each, _ in self._unread)) > MOST_UNREAD:
             self.read_but_last(read)
         elif len(self._unread) > WAITING:
             self._unread = [(self._join(range(len(counts))), [*range(len(counts))])]

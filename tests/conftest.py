@@ -20,14 +20,12 @@ from decode.cpu import build_cache, compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from decode.devices import user_cache
-from decode.devices.cost_curve import CostCurve
 from tests.support.commands import Call, Run
-from tests.support.models import VOCABULARY, limit_threads, tiny
+from tests.support.models import USUAL_COSTS, VOCABULARY, limit_threads, tiny
 
 END = 2
 LARGEST = 12  # cases: a test with more is large. The default run has a third of its cases, but no fewer than these
 WHOLE_RUN = 1000  # tests; smaller runs, such as a file's, have all cases
-USUAL_COSTS = CostCurve((1, 64), (0.002, 0.004))  # of a tiny model
 PROGRAMS: dict[str, Any] = {}  # exported layers, by the name of the kernel's file
 
 
@@ -38,24 +36,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The default run has a sample of the cases of large tests, always the same. The slow tests have the others."""
+    """The default run has a sample of the cases of large tests, always the same. The others get the mark `rest`."""
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items if len(items) > WHOLE_RUN else ():
-        if item.get_closest_marker("slow") is None:
+        if not any(item.get_closest_marker(name) for name in ("slow", "gpu")):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         shuffled = sorted(cases, key=lambda case: crc32(case.nodeid.encode()))
         for case in shuffled[max(LARGEST, len(cases) // 3) :]:
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(autouse=True)
 def speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One thread is enough for tiny models. Measuring what their passes cost would take longer than most tests."""
-    is_slow = request.node.get_closest_marker("slow") is not None
-    if not is_slow:
+    is_quick = not any(request.node.get_closest_marker(name) for name in ("slow", "gpu"))
+    if is_quick:
         monkeypatch.setattr(decode.costs, "measure_cost_curve", lambda *_: USUAL_COSTS)
-    with limit_threads(torch.get_num_threads() if is_slow else 1):
+    with limit_threads(1 if is_quick else torch.get_num_threads()):
         yield
 
 

@@ -89,10 +89,10 @@ def main() -> None:
         for name in servers if load else [first]:
             answers, lasted = serve(servers[name], prompts, (rate or 0) * load / 100, options)
             expected = expected or {run["prompt"]: run["text"] for run in answers}
-            runs.append({"server": name, "load": load} | figures(answers, lasted, prompts, expected))
             if options.json is not None:
                 with options.json.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(runs[-1] | {"answers": answers}) + "\n")
+                    file.write(json.dumps({"server": name, "load": load, "answers": answers}) + "\n")
+            runs.append({"server": name, "load": load} | figures(answers, lasted, prompts, expected))
             rate = rate or runs[0]["requests/s"]
             print(json.dumps(runs[-1]), flush=True)
     print(f"\nLocust {locust.__version__}; 100 %: {rate:.3f} requests/s; 0 %: the closed loop\n")
@@ -116,6 +116,8 @@ def print_table(runs: list[Run]) -> None:
 def figures(answers: list[Run], lasted: float, prompts: list[str], expected: dict[str, str]) -> Run:
     good = [run for run in answers if run["status"] == 200]
     seconds, first = [run["seconds"] for run in good], [run["first"] for run in good if "first" in run]
+    if len(seconds) < 2 or not first:
+        raise RuntimeError(f"{len(seconds)} of {len(prompts)} questions were answered; too few for figures")
     return {
         "mean s": fmean(seconds),
         "median s": quantiles(seconds, n=20)[9],

@@ -313,6 +313,26 @@ def test_features_that_nobody_reads_do_not_pile_up(target: Target, kind: str) ->
     assert max(waiting[500:]) <= max(waiting[:100]) and max(longest) <= feature_history.WAITING + 1
 
 
+@pytest.mark.parametrize("limit", [("WAITING", 9), ("MOST_UNREAD", 20_000)])
+def test_waiting_features_are_few_tensors_and_bytes(
+    monkeypatch: pytest.MonkeyPatch, target: Target, limit: tuple[str, int]
+) -> None:
+    """Of a request that goes on for long, too, while others join and end."""
+    monkeypatch.setattr(feature_history, *limit)
+    proposer, engine = (proposer := make("eagle3", target)), Engine(target, proposer, rows=3, kept_bytes=0)
+    most = 0
+    for step in range(150):
+        if step % 20 == 0:
+            length = 140 if step == 0 else 15
+            engine.add([3, 4, 5, step % VOCABULARY], nodes=1, max_new_tokens=length, stop_ids=[])
+        engine.step()
+        parts = [part for part, _ in proposer._history._unread]
+        found = len(parts) if limit[0] == "WAITING" else sum(part.features.nbytes for part in parts)
+        most = max(most, found)
+    engine.close()
+    assert limit[1] / 2 < most <= limit[1]
+
+
 @pytest.mark.parametrize("limit", [("WAITING", 5), ("MOST_UNREAD", 5000)])
 @pytest.mark.parametrize("kind", READ_ALL)
 @torch.no_grad()

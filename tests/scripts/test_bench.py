@@ -15,8 +15,6 @@ import torch
 from gguf import GGMLQuantizationType as Form
 
 from decode import Target, costs, generate
-from decode.cpu.backend import FLOAT_COSTS, SIZES
-from decode.devices.cost_curve import CostCurve
 from draftless_commands import bench
 from draftless_commands.benchmark import files, measurement
 from draftless_commands.benchmark.files import describe_weights, find_commit, name_numbers
@@ -28,7 +26,7 @@ from draftless_commands.shared.options import ModelOptions
 from draftless_commands.shared.prompts import ask, read_conversations
 from tests.support.commands import Call, Run, write_rows
 from tests.support.gguf_files import write_model
-from tests.support.models import limit_threads, needs_compiler, tiny
+from tests.support.models import USUAL_COSTS, limit_threads, needs_compiler, tiny
 from training.data import count_before_loop
 from training.rendering import Renderer
 
@@ -64,7 +62,7 @@ def hurry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     curves = tmp_path_factory.mktemp("curves")
     with limit_threads(1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "user_cache", lambda: curves)
-        patch.setattr(costs, "measure_cost_curve", lambda *_: CostCurve(SIZES, FLOAT_COSTS))
+        patch.setattr(costs, "measure_cost_curve", lambda *_: USUAL_COSTS)
         yield
 
 

@@ -18,9 +18,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from decode import costs
+from decode.devices.cost_curve import CostCurve
 from decode.models.compatibility import find_cache_name
 
 VOCABULARY = 96
+USUAL_COSTS = CostCurve(costs.SIZES, [0.002 + 0.00003 * size for size in costs.SIZES])  # of a tiny model's passes
 CONTEXT = 256
 CACHE = find_cache_name(GenerateDecoderOnlyOutput)  # what this transformers calls the KV cache
 WINDOW = 8  # shorter than most prompts of the tests, so that it matters

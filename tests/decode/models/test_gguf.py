@@ -100,6 +100,7 @@ def test_fixed_costs_are_those_of_the_weights(tmp_path: Path) -> None:
         assert target.cost_curve().ratios == pytest.approx(costs)
 
 
+@needs_compiler
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
