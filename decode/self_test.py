@@ -63,7 +63,7 @@ def self_test(target: StockModel) -> float:
         kind = "chain" if target.is_recurrent else "tree"
         raise ValueError(f"{name} cannot verify a {kind}: its forward pass over a small one raises {reason}") from cause
     if error <= allowed:
-        _refuse_row_coupling(name, coupling, allowed)
+        _refuse_coupled_rows(name, coupling, allowed)
         _refuse_windows(name, missed)
         return error
     if _looks_ahead(target, allowed):
@@ -71,7 +71,7 @@ def self_test(target: StockModel) -> float:
     if isnan(error):
         _refuse_no_numbers(target)
     if not target.is_recurrent:  # a wrong mask mixes nodes, but not rows
-        _refuse_row_coupling(name, _measure_errors(target, range(5))[1], allowed)
+        _refuse_coupled_rows(name, _measure_errors(target, range(5))[1], allowed)
     if target.dtype not in TOLERANCE and _first_layers_agree(target):
         _refuse_windows(name, missed)
         return error
@@ -134,7 +134,7 @@ def find_tolerance(target: StockModel, layers: int | None = None) -> float:
     return TOLERANCE.get(dtype, min(MOST, rounded))
 
 
-def _refuse_row_coupling(name: str, error: float, allowed: float) -> None:
+def _refuse_coupled_rows(name: str, error: float, allowed: float) -> None:
     """Raise ValueError if unrelated tokens change a token's logits by more than a quarter of `allowed`."""
     if error > allowed / 4:
         raise ValueError(

@@ -31,7 +31,7 @@ LEVELS = 32  # drafts whose times count
 FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
-READ_AT_ONCE = 32  # tokens that a drafter reads in the time of a level
+READ_A_LEVEL = 32  # tokens that a drafter reads in the time of a level
 ADDED, ADDED_WEIGHT = 0.3, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
 
 
@@ -102,7 +102,7 @@ class DrafterWorth:
         unread: the tokens that the drafter has to read first. room: of the answer.
         """
         self._steps += 1
-        drafting, reading = level * self._levels / self._tries, level * unread / READ_AT_ONCE
+        drafting, reading = level * self._levels / self._tries, level * unread / READ_A_LEVEL
         pays = unknown * self._gain / self._unknown > drafting + reading / room
         return pays or self._steps * TRIAL_SHARE > (drafting + reading) * (1 + self._failures)
 

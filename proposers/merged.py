@@ -10,7 +10,7 @@ import torch
 
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
-from proposers.draft_budget import READ_AT_ONCE, DraftBudget, DrafterWorth
+from proposers.draft_budget import READ_A_LEVEL, DraftBudget, DrafterWorth
 from proposers.search import ScoredDrafter
 from proposers.sources import (
     SOURCES,
@@ -205,7 +205,7 @@ class MergedProposer:
             paths = [row[: drafter.width] for row in continued]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
-            budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_AT_ONCE)
+            budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_A_LEVEL)
             self._drafter_worth.learn(unknown, budget.find_gain(expected) - gain, passes, costs)
         return expected, grown, passes
 

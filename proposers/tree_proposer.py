@@ -21,7 +21,7 @@ from torch import Tensor
 from decode import Sampling, Step, Target, Tree
 from decode.devices.transfer import waits
 from proposers.calibration import Calibration
-from proposers.draft_budget import READ_AT_ONCE, DraftBudget
+from proposers.draft_budget import READ_A_LEVEL, DraftBudget
 from proposers.search import Draft, Drafter, ScoredDrafter, find_noise, search
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
@@ -96,7 +96,7 @@ class TreeProposer(ABC):
         if not self.adaptive:
             return draft.largest
         expected, right = draft.read_figures()
-        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels + unread / READ_AT_ONCE)
+        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels + unread / READ_A_LEVEL)
         self.draft_budget.take_levels(right)
         return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
 

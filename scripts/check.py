@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ValueError as fault:  # before the target is loaded
             report = report_fault(args.folder, args.model or NAME, fault)
         else:
-            check_options(args, kind)
+            check_kind(args, kind)
             target = load_target(ModelOptions.from_args(args, accelerate="auto"))
             folder = args.folder if args.export is None else export(args.folder, args.export, target)
             name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1)
 
 
-def check_options(args: Namespace, kind: str) -> None:
+def check_kind(args: Namespace, kind: str) -> None:
     """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
     if args.serve and "vllm" not in list_servers(kind):
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")

@@ -204,11 +204,11 @@ class HydraObjective(MedusaObjective):
 
 
 class EagleObjective(Objective):
-    """The loss of an EAGLE-3 head over `steps` drafting steps from each anchor. The text's tokens are the draft tokens.
+    """The loss of an EAGLE head or MTP module over `steps` drafting steps from each anchor.
 
-    Several steps are EAGLE-3's training-time test (Li et al., 2025, section 3.2); their keys are HASS's harmonized
-    context (Zhang et al., 2024, section 3.2). noise: half the width of the uniform noise added to the features of a
-    text of 512 tokens; shorter texts get more (as in EAGLE's code).
+    The text's tokens are the draft tokens. Several steps are EAGLE-3's training-time test (Li et al., 2025, section
+    3.2); their keys are HASS's harmonized context (Zhang et al., 2024, section 3.2). noise: half the width of the
+    uniform noise added to the features of a text of 512 tokens; shorter texts get more (as in EAGLE's code).
     """
 
     options: ClassVar[tuple[str, ...]] = ("ttt_steps", "noise")

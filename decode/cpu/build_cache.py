@@ -1,4 +1,4 @@
-"""What is compiled once per machine and kept in the user's cache: the linear op and the decoder layers.
+"""What is compiled once per machine and kept in the user's cache: the ops in C++ and the decoder layers.
 
 A file's name says all that determines its content. A checksum next to it tells a damaged file, which loading would
 crash on. Files are built aside, under a lock, and moved into place.

@@ -1,6 +1,7 @@
-"""The project's own ops in C++, a linear layer and attention: compiled once per machine and kept in the user's cache.
+"""The project's own ops in C++, compiled once per machine and kept in the user's cache.
 
-They are opaque to torch's compilers, so one compiled layer serves any number of rows. Compiling them takes seconds.
+These are linear layers, attention, all layers in one call, and the most likely tokens. They are opaque to torch's
+compilers, so one compiled layer serves any number of rows. Compiling them takes seconds.
 """
 
 from __future__ import annotations

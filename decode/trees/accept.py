@@ -15,11 +15,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from decode.devices.attention import HALVES
 from decode.devices.backend import find_backend
 from decode.devices.transfer import copy_packed, read, waits
 from decode.trees.noise import ACCEPTANCE, KEY_NAMES, TEXT, Noise, Texts, find_keys, make_exponential
 from decode.trees.rejection import judge_chains
-from decode.trees.sampling import HALF, NO_TOKEN, Sampling, group_rows
+from decode.trees.sampling import NO_TOKEN, Sampling, group_rows
 from decode.trees.tree import Tree
 from decode.trees.walk import accept_processed_chains, walk
 
@@ -146,7 +147,7 @@ def _draw(depth: Tensor, logits: Tensor, sampling: Sampling, keys: Tensor) -> Te
 
 def choose_greedily(logits: Tensor) -> Tensor:
     """The most likely token [...] by logits [..., V]; NO_TOKEN if its logit is NaN or infinite."""
-    if logits.dtype in HALF and not waits(logits):  # a CPU is slow at half precision
+    if logits.dtype in HALVES and not waits(logits):  # a CPU is slow at half precision
         logits = logits.float()
     find = find_backend(logits.device).top_tokens
     if find is not None and (found := find(logits, 1, False)) is not None:  # of equals the first, as `argmax`

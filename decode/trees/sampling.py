@@ -21,19 +21,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from decode.devices.attention import HALVES
 from decode.devices.transfer import waits
 from decode.requests.numbers import describe, read_number, read_whole
 from decode.trees.processors import Processors, apply_processors, draft_processors
 
 LOWEST_TEMPERATURE = 1e-30  # scores that are divided by less could overflow in float32
 TOP = 1024  # tokens that `FastTopP` sorts before it sorts all
-HALF = torch.float16, torch.bfloat16
 NO_TOKEN = -1  # instead of a drawn token, where logits are NaN or infinite
 
 
 def upcast_half(logits: Tensor) -> Tensor:
     """Half precision as float32: top-p and sampling need more digits, and a CPU's argmax is slow in half precision."""
-    return logits.float() if logits.dtype in HALF else logits
+    return logits.float() if logits.dtype in HALVES else logits
 
 
 class FastTopP(TopPLogitsWarper):

@@ -15,7 +15,7 @@ from draftless_commands.server.grammars import (
     StructuredOutputs,
     Tool,
     ToolChoice,
-    write_calls,
+    write_call_grammar,
 )
 from draftless_commands.server.penalties import make_processors
 
@@ -121,14 +121,14 @@ class ChatFields(Fields):
         asked = {
             "structured_outputs": super().find_grammar(),
             "response_format": self.response_format and self.response_format.grammar,
-            "tool_choice": self._write_calls(),
+            "tool_choice": self._write_call_grammar(),
         }
         given = {name: grammar for name, grammar in asked.items() if grammar is not None}
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; an answer can fit one of them")
         return next(iter(given.values()), None)
 
-    def _write_calls(self) -> Any:
+    def _write_call_grammar(self) -> Any:
         """The grammar of the calls that must be made; None if none must be."""
         if self.tools is None:
             if self.tool_choice not in (None, "none"):
@@ -139,7 +139,7 @@ class ChatFields(Fields):
             if self.forced not in tools:
                 raise ValueError(f"tool_choice is {self.forced!r}, which is none of the tools")
             return tools[self.forced].arguments
-        return write_calls(self.tools, self.parallel_tool_calls is not False) if self.forced == "" else None
+        return write_call_grammar(self.tools, self.parallel_tool_calls is not False) if self.forced == "" else None
 
     @property
     def forced(self) -> str | None:

@@ -96,7 +96,7 @@ class ToolChoice(Part):
     function: FunctionName
 
 
-def write_calls(tools: list[Tool], are_several: bool) -> str:
+def write_call_grammar(tools: list[Tool], are_several: bool) -> str:
     """A Lark grammar of a call of one of these tools as JSON, or of a list of calls. Each schema is one of its own."""
     names = [f"call{number}" for number in range(len(tools))]
     rules = [f"call: {' | '.join(names)}"]
