@@ -98,9 +98,9 @@ def main() -> None:
     print(f"\nLocust {locust.__version__}; 100 %: {rate:.3f} requests/s; 0 %: the closed loop\n")
     print_table(runs)
     plain = {run["load"]: run for run in runs if run["server"] == first}
-    print(f"\nRatios to {first}:\n")
-    others = [run for run in runs if run["server"] != first and run["load"] in plain]
-    print_table([{name: ratio(each, plain[run["load"]][name]) for name, each in run.items()} for run in others])
+    if others := [run for run in runs if run["server"] != first and run["load"] in plain]:
+        print(f"\nRatios to {first}:\n")
+        print_table([{name: ratio(each, plain[run["load"]][name]) for name, each in run.items()} for run in others])
 
 
 def ratio(value: Any, plain: Any) -> Any:
