@@ -63,7 +63,7 @@ class Batch:
         tree, allowed = self._prepare(drafted, step, upload, limits, depths), dict[int, Tensor]()
         if any(request.grammar for request in requests):
             tree, allowed = constrain(tree, [request.grammar for request in requests])
-        tree = tree if tree.tokens.device == self.target.device else self.session.place(tree)
+        tree = self.session.place(tree)
         sampling = self._find_sampling(requests) if self.target.has_graphs else None
         verdict = self.session.verify(tree, sampling=sampling)
         seconds.lap("target")

@@ -112,7 +112,7 @@ class Session:
 
     def place(self, tree: Tree) -> Tree:
         """The tree on the target's device."""
-        if waits(tree.tokens):
+        if tree.tokens.device == self.target.device or waits(tree.tokens):
             return tree.to(self.target.device)
         upload, tensors = self._upload or self.begin_upload(), tree.tensors()
         upload.add(tensors)
@@ -171,7 +171,7 @@ class Session:
     def _compute(self, tree: Tree, start: int, only: Sequence[int] | None, sampling: Sampling | None = None) -> Verdict:
         target, count = self.target, tree.width - start
         upload = self._upload or self.begin_upload()
-        tree = tree if tree.tokens.device == target.device else self.place(tree)
+        tree = self.place(tree)
         if self._moves is not None:
             self.cache.move(upload["moves"])
         self._moves = self._upload = None

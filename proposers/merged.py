@@ -179,9 +179,8 @@ class MergedProposer:
         """
         begun, level, (expected, grown) = perf_counter(), 0, self._grow(trees, most)
         deepest, paths = min(drafter.depth, most - 1, max(2, *step.room) - 1), [[tree.root] for tree in trees]
-        budget, gain, unread = self.draft_budget, 0.0, drafter.unread
-        known = [sum(p for p, _ in tree.root.likely.values()) for tree in trees]
-        unknown, costs = sum(max(0.0, 1 - p) for p in known) / len(trees), budget.rate * budget.level_time
+        budget, unknown = self.draft_budget, sum(tree.root.unknown for tree in trees) / len(trees)
+        costs, gain, unread = budget.rate * budget.level_time, 0.0, drafter.unread
         if self.adaptive:
             if not self._drafter_worth.is_worth_it(unknown, costs, unread, max(step.room)):
                 return expected, grown, 0
@@ -200,9 +199,7 @@ class MergedProposer:
                     tree.add(node, len(self.sources), named)
             expected, grown = self._grow(trees, most)
             level += 1
-            nodes = ([node for node in tree.nodes if node.depth == level] for tree in trees)  # the most likely first
-            continued = ([node for node in row if node.parent and node.parent.path >= 0] for row in nodes)
-            paths = [row[: drafter.width] for row in continued]
+            paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
             budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_A_LEVEL)

@@ -13,7 +13,7 @@ from decode.devices.backend import find_backend
 from decode.devices.transfer import waits
 
 OWN = "draftless_"  # begins the names of attention functions that backends register with transformers
-HALVES = torch.float16, torch.bfloat16  # the dtypes of flash attention
+HALVES = torch.float16, torch.bfloat16  # half precision; no other dtype has flash attention
 _REPEATED = WeakTensorKeyDictionary()  # a mask -> the same mask, repeated; forgotten with the mask
 
 

@@ -58,6 +58,11 @@ class GrowingNode:
         self.allowed: Any = None  # by next token, if a grammar forbids some
         self.path = -1  # of a source that drafts level by level: the place in its last level
 
+    @property
+    def unknown(self) -> float:
+        """The probability that no source has named the next token."""
+        return max(0.0, 1.0 - sum(p for p, _ in self.likely.values()))
+
 
 class GrowingTree:
     """A tree of the most likely nodes, which grows by a node at a time.
@@ -144,6 +149,10 @@ class GrowingTree:
                 continue
             if node.allowed is None or (len(node.allowed) and node.allowed[token]):
                 likely[token] = p, source
+
+    def find_continued(self, depth: int) -> list[GrowingNode]:
+        """The nodes of a depth whose parents a drafter has continued, the most likely first."""
+        return [node for node in self.nodes if node.depth == depth and node.parent and node.parent.path >= 0]
 
     def follow(self, tokens: Iterable[int]) -> list[GrowingNode]:
         """The nodes of accepted tokens after the root."""

@@ -319,8 +319,8 @@ def test_waiting_features_are_few_tensors_and_bytes(
 ) -> None:
     """Of a request that goes on for long, too, while others join and end."""
     monkeypatch.setattr(feature_history, *limit)
-    proposer, engine = (proposer := make("eagle3", target)), Engine(target, proposer, rows=3, kept_bytes=0)
-    most = 0
+    proposer, most = make("eagle3", target), 0
+    engine = Engine(target, proposer, rows=3, kept_bytes=0)
     for step in range(150):
         if step % 20 == 0:
             length = 140 if step == 0 else 15
