@@ -46,7 +46,6 @@ class Target:
     Raises ValueError for a model that cannot verify a tree, or that `accelerate` cannot compile or make graphs of.
     """
 
-    needs_masks = sees_texts_whole = passes_flat = has_graphs = False
     output_tokens: Tensor | None = None  # of a draft model whose output layer has these tokens alone
 
     @naming_arguments("Target")
@@ -62,7 +61,7 @@ class Target:
         model = unwrap(model)
         refuse_unsupported(model)
         own, mode = _copy_for(model, accelerate)
-        self._set_up(own, tokenizer, accelerate, mode, deterministic)
+        self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
         self._watch, self._shares_all = ModelWatch(model), own is model
 
     @classmethod
@@ -105,7 +104,7 @@ class Target:
         check_mode(accelerate)
         refuse_unsupported(model)
         target = cls.__new__(cls)
-        target._set_up(model, tokenizer, accelerate, accelerate, deterministic)
+        target._set_up(model, tokenizer, accelerate, accelerate, Costs(deterministic))
         target._watch, target._shares_all = ModelWatch(model), True
         return target
 
@@ -115,9 +114,10 @@ class Target:
         tokenizer: Tokenizer | None,
         accelerate: str,
         mode: str,
-        deterministic: bool | CostCurve,
+        costs: Costs,
     ) -> None:
         """Accelerate the model in place, by a mode, and decide all that follows from it and its device."""
+        self.needs_masks = self.sees_texts_whole = self.passes_flat = self.has_graphs = False
         self.model, self.tokenizer, self.accelerate = model, tokenizer, accelerate
         self.idle_steps: list[Any] = []  # of a session that has ended, one at most; see `Session`
         self._fingerprint = None if mode == "off" else fingerprint_weights(model)  # packed layers have no parameters
@@ -125,7 +125,7 @@ class Target:
         self.facts, self.dtype, self.device = ModelFacts.of(model), model.dtype, find_device(model)
         self.vocabulary, self.context = self.facts.vocabulary, self.facts.context
         self.is_recurrent = self.facts.is_recurrent
-        self.backend, self.costs = find_backend(self.device), Costs(deterministic)
+        self.backend, self.costs = find_backend(self.device), costs
         self.backend.accelerate(model, mode)
         self.is_packed = any(isinstance(module, PackedLayer) for module in model.modules())
         self.compiled = self.backend.compile(self, mode)
@@ -157,10 +157,34 @@ class Target:
         holds_places = self.has_graphs or not self._shares_all
         if changes and (self.is_packed or (MOVED in changes and holds_places)):
             raise ValueError(
-                "the model's weights have changed since this target was made, and it has copies of them; make a new "
-                f"one: Target(model, tokenizer, accelerate={self.accelerate!r})"
+                "the model's weights have changed, and this target has copies of earlier ones; call "
+                "target.weights_changed() before the next step"
             )
         return version
+
+    def weights_changed(self) -> None:
+        """Make anew what was computed from the model's weights. Call it after changing them, while no step runs.
+
+        Packed copies of tensors that were written in place, by an optimizer for example, are written in place too. If
+        there are other tensors, modules or adapters, all is made as when the target was. Requests that run end with
+        "error", and texts that engines have kept are dropped.
+
+        Raises ValueError if the model is gone, in training mode, or has another form.
+        """
+        with self._watch.lock:
+            self._watch.look(deep=True)
+            if (model := self._watch.model) is None:
+                raise ValueError(
+                    "the model of this target is gone; make a new one of another: Target(model, tokenizer)"
+                )
+            if changes := self._watch.changes:
+                self._fingerprint = None
+                packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
+                if MOVED in changes or not all(each.renew() for each in packed):
+                    own, mode = _copy_for(model, self.accelerate)
+                    self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
+                    self._shares_all = own is model
+            self._watch.changes.clear()
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """The model's forward pass, which reads and extends a KV cache.
@@ -215,8 +239,9 @@ class Target:
     @property
     def weights_fingerprint(self) -> str | None:
         """See `decode.models.fingerprint`. None for a model that was packed before it became a target."""
-        if self._fingerprint is None and not self.is_packed:
-            self._fingerprint = fingerprint_weights(self.model)
+        model = self.model if self._shares_all else self._watch.model
+        if self._fingerprint is None and model is not None and not (self._shares_all and self.is_packed):
+            self._fingerprint = fingerprint_weights(model)
         return self._fingerprint
 
     @property

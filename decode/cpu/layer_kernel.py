@@ -40,8 +40,9 @@ OPTIONS: dict[str, Any] = {  # Inductor's
     "aot_inductor.compile_wrapper_opt_level": "O1",  # it only calls the loops; O0 takes 4 % more of a pass
     "aot_inductor.precompile_headers": False,  # they take 285 MB of the temporary folder, and serve one compilation
 }
-# Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input.
-STATE = {*vars(nn.Module()), "layer_idx", "number", "_last"} - {"training"}
+# Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input,
+# what a packed layer was made from.
+STATE = {*vars(nn.Module()), "layer_idx", "number", "_last", "_sources"} - {"training"}
 
 
 class LayerCall(NamedTuple):

@@ -19,7 +19,15 @@ from torch.func import functional_call
 from decode.cpu.native_ops import DIGITS_AT, load_native_ops, pack, unpack
 from decode.devices.transfer import waits
 from decode.weights.blocks import StoredLayer, Weight
-from decode.weights.layers import BAD_WEIGHT, PackedLayer, find_bad_weight, join_biases, join_linears, merge_layers
+from decode.weights.layers import (
+    BAD_WEIGHT,
+    PackedLayer,
+    Sources,
+    find_bad_weight,
+    join_biases,
+    join_linears,
+    merge_layers,
+)
 
 LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a single row is slower even with one row
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
@@ -79,10 +87,8 @@ class PackedLinear(PackedLayer):
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
         self.dtype, bias = linears[0].weight.dtype, join_biases(linears)
-        stored = (
-            each.stored if isinstance(each, StoredLayer) else Weight.dense(_halve(each.weight)) for each in linears
-        )
-        self.packed = nn.Buffer(pack(*stored), persistent=False)
+        self.packed = nn.Buffer(_pack(linears), persistent=False)
+        self._sources = Sources(linears)
         self._packed_for, self._can_run = self.dtype, True
         self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
@@ -120,6 +126,18 @@ class PackedLinear(PackedLayer):
     def dense_weight(self) -> Tensor:
         return self.rows(torch.arange(self.out_features))
 
+    @torch.no_grad()
+    def renew(self) -> bool:
+        if not (linears := self._sources.find_written()):
+            return True
+        packed = _pack(linears)
+        if packed.shape != self.packed.shape:  # weights that bfloat16 holds exactly take half the memory
+            return False
+        self.packed.copy_(packed)
+        if self.bias is not None and (bias := join_biases(linears)) is not None:
+            self.bias.copy_(bias)
+        return True
+
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows of the weight, [..., K] for row numbers [...]."""
         return unpack(self.packed, numbers)[..., : self.in_features].to(self.dtype)
@@ -151,6 +169,12 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     """Whether these are the same outputs of a layer up to rounding."""
     error = (found.float() - expected.float()).abs().max()
     return bool(error <= TOLERANCE[expected.dtype] * expected.float().abs().max())
+
+
+def _pack(linears: Sequence[nn.Linear | StoredLayer]) -> Tensor:
+    return pack(
+        *(each.stored if isinstance(each, StoredLayer) else Weight.dense(_halve(each.weight)) for each in linears)
+    )
 
 
 def _halve(weight: Tensor) -> Tensor:
@@ -189,13 +213,23 @@ class PackedEmbedding(nn.Module):
 class OneDnnLinear(PackedLayer):
     """`nn.Linear` on weights that oneDNN packed. For inference only."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.dtype = linear.weight.dtype
+        self.in_features, self.out_features = linears[0].in_features, sum(each.out_features for each in linears)
+        self.dtype = linears[0].weight.dtype
+        self._sources = Sources(linears)
+        self._pack(linears)
+        self.eval()
+
+    def _pack(self, linears: Sequence[nn.Linear]) -> None:
+        linear = linears[0] if len(linears) == 1 else join_linears(*linears)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.eval()
+
+    def renew(self) -> bool:
+        if linears := self._sources.find_written():
+            self._pack(linears)
+        return True
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows, padded = inputs.numel() // inputs.shape[-1], inputs
@@ -210,7 +244,7 @@ class OneDnnLinear(PackedLayer):
 
 def pack_linear(*linears: nn.Linear) -> PackedLinear | OneDnnLinear:
     """The packed form of a layer, or of several as one."""
-    return PackedLinear(*linears) if load_native_ops() is None else OneDnnLinear(join_linears(*linears))
+    return PackedLinear(*linears) if load_native_ops() is None else OneDnnLinear(*linears)
 
 
 def pack_layers(module: nn.Module, *, has_adapters: bool = True) -> None:

@@ -6,6 +6,7 @@ Shapes: B rows, L columns of the prompts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -164,8 +165,8 @@ def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | 
     if target is not None:
         target.model = model if target.model is None else target.model
     if target is None or not _is_current(target):
-        targets.pop(accelerate, None)  # not to be used, whatever happens while another is made
-        target = Target(model, accelerate=accelerate)
+        targets.pop(accelerate, None)  # not to be used, whatever happens while it is made anew
+        target = _renew(target) or Target(model, accelerate=accelerate)
         kept = targets[accelerate] = copy(target)
         if kept.model is model:
             kept.model = None  # otherwise the dictionary's value would keep its key alive
@@ -173,6 +174,15 @@ def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | 
         target = copy(target)
         target.costs = Costs(deterministic)
     return target
+
+
+def _renew(target: Target | None) -> Target | None:
+    """A target of changed weights; None if that cannot be made from the earlier one."""
+    with suppress(ValueError):
+        if target is not None:
+            target.weights_changed()
+            return target
+    return None
 
 
 def _is_current(target: Target) -> bool:

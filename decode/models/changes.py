@@ -8,7 +8,7 @@ from __future__ import annotations
 from copy import deepcopy
 from itertools import chain
 from operator import is_, itemgetter
-from threading import Lock
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.models.compatibility import TRAINING, in_training, refuse_merged_adapters
+from decode.weights.layers import sample
 
-SAMPLES = 64  # elements of each tensor
 FORM = (  # of a config: what a target reads once
     *("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size"),
     *("max_position_embeddings", "rope_parameters", "_attn_implementation"),
@@ -68,7 +68,7 @@ class Snapshot:
     def find_change(self, deep: bool) -> str | None:
         """What has changed of the weights and adapters: `WRITTEN`, `MOVED` or nothing.
 
-        deep: whether to compare `SAMPLES` elements of each tensor, too.
+        deep: whether to compare some elements of each tensor, too.
         """
         held = chain.from_iterable(map(dict.values, self._dicts))
         if sum(map(len, self._dicts)) != len(self._held) or not all(map(is_, self._held, held)):
@@ -97,8 +97,7 @@ class Snapshot:
     def _read_samples(self) -> list[Tensor]:
         parts: dict[torch.device, list[Tensor]] = {}
         for each in self._plain:
-            chosen = each.detach().flatten()[:: max(1, each.numel() // SAMPLES)]
-            parts.setdefault(each.device, []).append(chosen.double())
+            parts.setdefault(each.device, []).append(sample(each).double())
         return [torch.cat(each) for each in parts.values()]
 
     def _read_adapters(self) -> list[Any]:
@@ -110,21 +109,28 @@ class Snapshot:
 
 
 class ModelWatch:
-    """Compares a model with what it was. It does not keep the model alive. Threads may share it.
+    """Compares a model with what it was. It does not keep the model alive. Threads may share it, one at a time if they
+    hold its lock.
 
-    changes: of the weights since it was made, as `Snapshot.find_change` tells them. version: how often they changed.
+    changes: of the weights since all that was computed from them was right, as `Snapshot.find_change` tells them.
+    version: how often they changed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.version, self.changes, self._lock = 0, set[str](), Lock()
+        self.version, self.changes, self.lock = 0, set[str](), RLock()
         self._snapshots: WeakKeyDictionary[PreTrainedModel, Snapshot] = WeakKeyDictionary({model: Snapshot(model)})
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model; None if it is gone."""
+        return next(iter(self._snapshots), None)
 
     def look(self, deep: bool = False) -> int:
         """The version now. deep: as in `Snapshot.find_change`.
 
         Raises ValueError if the model is in training mode, has another form, or would change in its next pass.
         """
-        with self._lock:
+        with self.lock:
             for model, snapshot in self._snapshots.items():  # one, if the model still is
                 if model.training or any(map(itemgetter("training"), snapshot.modes)):
                     raise ValueError(TRAINING)

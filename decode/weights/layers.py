@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from decode.weights.blocks import StoredLayer
 
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SAMPLES = 64  # elements of a tensor that are compared to find out whether it was written
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
 
 
@@ -35,6 +37,42 @@ class PackedLayer(nn.Module, ABC):
     @abstractmethod
     def dense_weight(self) -> Tensor:
         """The weight [N, K]."""
+
+    @abstractmethod
+    def renew(self) -> bool:
+        """Pack the weights and biases that it was made from again, in place.
+
+        Nothing is done if they are gone, or lie in blocks. Returns whether they still take as much memory as before.
+        """
+
+
+class Sources:
+    """The weights and biases of linear layers, as long as someone else uses them."""
+
+    def __init__(self, linears: Sequence[nn.Linear | StoredLayer]) -> None:
+        self._layers = [(ref(each.weight), None if each.bias is None else ref(each.bias)) for each in linears]
+        self._marks = self._read_marks()
+
+    def find_written(self) -> list[nn.Linear]:
+        """Frozen layers with these tensors; none if no tensor was written since the last call, or if one is gone."""
+        before, self._marks = self._marks, self._read_marks()
+        if len(before) != len(self._marks):
+            return []
+        pairs = zip(before, self._marks, strict=True)
+        if all(old == new and torch.equal(some, others) for (old, some), (new, others) in pairs):
+            return []
+        found = [(weight(), None if bias is None else bias()) for weight, bias in self._layers]
+        return [make_linear(weight, bias) for weight, bias in found if weight is not None]
+
+    def _read_marks(self) -> list[tuple[int, Tensor]]:
+        """Torch's version of each tensor, and some of its elements."""
+        tensors = [each() for layer in self._layers for each in layer if each is not None]
+        return [(0 if each.is_inference() else each._version, sample(each)) for each in tensors if each is not None]
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """At least `SAMPLES` elements of a tensor, if it has so many, evenly spread."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)].clone()
 
 
 def find_bad_weight(module: nn.Module) -> str | None:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode import Engine, Target, generate, speculate, stream
-from decode.models.changes import SAMPLES
+from decode.weights.layers import SAMPLES
 from proposers import EagleProposer, NGramProposer
 from tests.support.drafting import make_head
 from tests.support.models import Adapter, tiny
 
 PROMPT = [(7 * place) % 90 + 3 for place in range(24)]  # long enough to be kept
 SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": []}
-SENTENCE = r"make a new one: Target\(|call model.eval\(\) first|weights changed while this answer was decoded"
+RENEW = r"call target.weights_changed\(\) before the next step"
+SENTENCE = rf"{RENEW}|make a new one: Target\(|call model.eval\(\) first|weights changed while this answer was decoded"
 
 
 def layer(model: Any) -> Any:
@@ -158,7 +159,9 @@ def run_schedule(seed: int) -> tuple[int, int]:
             assert re.search(SENTENCE, str(error)), error
             told += 1
             model.eval()
-            if use != "speculate":
+            if re.search(RENEW, str(error)):
+                living.target.weights_changed()
+            elif use != "speculate":
                 if living.engine is not None:
                     living.engine.close()
                 living = Living(model, mode, use)
@@ -226,7 +229,7 @@ def test_a_copy_that_failed_to_be_made_is_not_replaced_by_an_old_one(monkeypatch
     living.answer()
     WAYS["a weight"](living.model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("decode.hf.speculate.Target", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("decode.cpu.packed_linear._pack", Mock(side_effect=KeyboardInterrupt))
         living.answer()
     assert living.answer() == tell_text(living.model)
 
@@ -307,5 +310,50 @@ def test_a_step_sees_a_module_alone_in_training_mode_or_with_a_part_that_it_had_
     if accelerate == "off":
         assert target.read_version() == before + 1
     else:
-        with pytest.raises(ValueError, match=r"make a new one: Target\("):
+        with pytest.raises(ValueError, match=RENEW):
             target.read_version()
+        target.weights_changed()
+        assert target.read_version() > before
+
+
+@pytest.mark.parametrize("mode", ["packed", "auto"])
+def test_packed_copies_follow_an_optimizer_in_place(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine answers as a new target does, after each of several steps. It is made anew once, for more memory."""
+    model = make_model(9, torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())  # these are packed in half the memory
+    target = Target(model, accelerate=mode)
+    engine, made, set_up = Engine(target, NGramProposer(length=3)), [], Target._set_up
+    monkeypatch.setattr(Target, "_set_up", lambda *inputs: (made.append(inputs[0]), set_up(*inputs)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        model(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        target.weights_changed()
+        request = engine.add(PROMPT, **SETTINGS)
+        assert [token for chunk in request for token in chunk.tokens] == tell_text(model)
+    assert made.count(target) == 1
+
+
+def test_a_target_alone_has_nothing_to_renew_and_one_without_a_model_says_so() -> None:
+    model = make_model(10, torch.float32)
+    target = Target.take_over(deepcopy(model), accelerate="packed")
+    WAYS["a norm"](target.model)
+    target.weights_changed()  # the packed weights are the only ones, and the norm is used as it is
+    WAYS["a norm"](model)
+    assert generate(target, PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
+    target = Target(model, accelerate="packed")
+    del model
+    with pytest.raises(ValueError, match=r"model of this target is gone; make a new one of another: Target\("):
+        target.weights_changed()
+
+
+def test_fingerprints_follow_the_weights() -> None:
+    model = make_model(11, torch.float32)
+    target = Target(model, accelerate="packed")
+    before = target.weights_fingerprint
+    step_optimizer(model)
+    target.weights_changed()
+    assert before != target.weights_fingerprint == Target(model).weights_fingerprint
