@@ -1,7 +1,7 @@
 """Draftless under one name: `from draftless import Target, generate`, and the command `draftless`.
 
-The public names are those of `decode` and `proposers`. They are imported when they are first used, so that the command
-answers at once and Ctrl-C ends it while torch is still being imported.
+The public names are those of `decode` and `proposers`, and `Rollouts`. They are imported when they are first used, so
+that the command answers at once and Ctrl-C ends it while torch is still being imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decode import *  # noqa: F403
     from proposers import *  # noqa: F403
+    from training.rollouts import *  # noqa: F403
+
+PLACES = "decode", "proposers", "training.rollouts"  # of the public names
 
 COMMANDS = {
     "generate": "answer prompts, faster and with the same text as plain decoding",
@@ -43,16 +46,16 @@ draftless COMMAND --help lists the options of a command.""".format(
 def __getattr__(name: str) -> Any:
     """One of the public names, or for `from draftless import *` the list of them."""
     if name == "__all__":
-        return [each for package in ("decode", "proposers") for each in import_module(package).__all__]
+        return [each for place in PLACES for each in import_module(place).__all__]
     if not name.startswith("_"):
-        for package in map(import_module, ("decode", "proposers")):
+        for package in map(import_module, PLACES):
             if name in package.__all__:
                 return getattr(package, name)
     raise AttributeError(f"module 'draftless' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    names = (import_module(package).__all__ for package in ("decode", "proposers"))
+    names = (import_module(place).__all__ for place in PLACES)
     return sorted({*globals(), *(name for each in names for name in each)})
 
 

@@ -229,7 +229,8 @@ class Batch:
             chunk = replace(chunk, stats=stats, sources=sources)
             if request.log_probs is not None:
                 nodes = accepted.path[row][: len(chunk.tokens)]  # a token was chosen after each
-                told = find_log_probs(step.logits[row, nodes], chunk.tokens, request.log_probs)
+                logits = step.logits[row, nodes] / request.log_probs_at
+                told = find_log_probs(logits, chunk.tokens, request.log_probs)
                 chunk = replace(chunk, log_probs=told)
             if request.call is not None:
                 nodes = accepted.path[row][: len(chunk.tokens)]

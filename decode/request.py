@@ -35,6 +35,7 @@ class Request:
     text: makes text of new tokens; None makes none. sampling: how its tokens are chosen.
     nodes: of its trees at most, root included; 1: no draft tokens.
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
+    log_probs_at: the temperature of these.
     grammar: what its answer must look like; None: anything.
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
     is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. engine: it was added to it.
@@ -49,6 +50,7 @@ class Request:
     sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
     nodes: int = MAX_TREE_SLOTS
     log_probs: int | None = None
+    log_probs_at: float = 1.0
     grammar: Constraint | None = None
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
@@ -246,7 +248,8 @@ def read_requests(
             sampling = replace(sampling, processors=made)
         stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
         own = None if make is None else Constraint(partial(make, request_id), target.vocabulary)
-        requests.append(Request(request_id, prompt, limits, target.context, stream, sampling, nodes, log_probs, own))
+        of = target.context, stream, sampling, nodes, log_probs
+        requests.append(Request(request_id, prompt, limits, *of, grammar=own))
     return requests
 
 

@@ -17,12 +17,13 @@ import decode
 import draftless
 import proposers
 from tests.support.commands import Call
+from training import rollouts
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_public_names_are_those_of_the_packages() -> None:
-    for package in (decode, proposers):
+    for package in (decode, proposers, rollouts):
         for name in package.__all__:
             assert getattr(draftless, name) is getattr(package, name)
             assert name in dir(draftless)
@@ -34,7 +35,7 @@ def test_the_public_names_are_those_of_the_packages() -> None:
 def test_a_star_imports_the_public_names() -> None:
     found: dict[str, object] = {}
     exec("from draftless import *", found)
-    assert {*found} - {"__builtins__"} == {*decode.__all__, *proposers.__all__}
+    assert {*found} - {"__builtins__"} == {*decode.__all__, *proposers.__all__, *rollouts.__all__}
 
 
 def test_the_name_alone_imports_no_torch() -> None:

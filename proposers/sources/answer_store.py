@@ -42,12 +42,14 @@ class AnswerStore:
     """Answers of earlier requests, for any number of proposers and threads.
 
     capacity: tokens that are kept, at 28 bytes each. The oldest answers go first; one that is given again is new again.
+    by_prompt: an answer is only found for the prompt that it was given to, from its first token on. For prompts that
+    come again, as in training. Such a store cannot be saved.
     """
 
-    def __init__(self, capacity: int = 1 << 20) -> None:
+    def __init__(self, capacity: int = 1 << 20, *, by_prompt: bool = False) -> None:
         if capacity < 2 * GRAM:
             raise ValueError(f"capacity is {capacity}; a store keeps at least {2 * GRAM} tokens")
-        self.capacity = capacity
+        self.capacity, self.by_prompt = capacity, by_prompt
         self._buckets = 2 * capacity
         self._lock = RLock()
         self._clear()
@@ -56,20 +58,28 @@ class AnswerStore:
         """The number of kept tokens."""
         return sum(map(len, self.answers()))
 
-    def add(self, answer: Sequence[int]) -> None:
+    def add(self, answer: Sequence[int], prompt: Sequence[int] = ()) -> None:
         """Keep a finished answer; only its end if it is longer than the store."""
+        beginning = [*prompt[-LONGEST_MATCH:]] if self.by_prompt else []
         with self._lock:
-            self._append(answer)
+            self._append([*beginning, *answer], self.key_of(prompt))
 
-    def find(self, tail: Sequence[int]) -> list[Copy]:
-        """What followed the newest occurrences of the last `GRAM` tokens of a text. tail: its last tokens."""
+    def key_of(self, prompt: Sequence[int]) -> int:
+        """What keeps the answers to different prompts apart."""
+        return hash(tuple(prompt)) if self.by_prompt else 0
+
+    def find(self, tail: Sequence[int], key: int = 0) -> list[Copy]:
+        """What followed the newest occurrences of the last `GRAM` tokens of a text.
+
+        tail: its last tokens. key: of its prompt, see `key_of`.
+        """
         found: list[Copy] = []
         if len(tail) < GRAM:
             return found
         backwards = tail[: -LONGEST_MATCH - 1 : -1]
         with self._lock:
             tokens, capacity = self._tokens, self.capacity
-            first, place = max(0, self._end - capacity), self._newest[self._bucket(tail[-GRAM:])]
+            first, place = max(0, self._end - capacity), self._newest[self._bucket(key, tail[-GRAM:])]
             while place >= first and len(found) < OCCURRENCES:
                 token, length = tokens[place % capacity], 0
                 for expected in backwards:
@@ -100,7 +110,11 @@ class AnswerStore:
         """Write the answers to a file, which keeps what it had until the new content is complete.
 
         target: the model whose tokens they are. `load` compares the fingerprint of its vocabulary.
+
+        Raises ValueError for a store by prompt.
         """
+        if self.by_prompt:
+            raise ValueError("a store by prompt cannot be saved, because it keeps no prompts")
         tokens = torch.tensor([token for answer in self.answers() for token in (*answer, END)], dtype=torch.int32)
         metadata = {"answer_store": VERSION, "sha256": _checksum(tokens), **_describe(target)}
         write_aside(Path(file), lambda aside: aside.write(save({"tokens": tokens}, metadata)))
@@ -127,21 +141,21 @@ class AnswerStore:
         self._newest = array("q", [-1]) * self._buckets
         self._end = 0
 
-    def _append(self, answer: Sequence[int]) -> None:
+    def _append(self, answer: Sequence[int], key: int = 0) -> None:
         answer = answer[-(self.capacity - 1) :]
         for index, token in enumerate([*answer, END]):
             place = self._end
             self._tokens[place % self.capacity] = token
             if index >= GRAM:
-                bucket = self._bucket(answer[index - GRAM : index])
+                bucket = self._bucket(key, answer[index - GRAM : index])
                 self._previous[place % self.capacity] = self._newest[bucket]
                 self._newest[bucket] = place
             else:
                 self._previous[place % self.capacity] = -1
             self._end += 1
 
-    def _bucket(self, gram: Iterable[int]) -> int:
-        return hash(tuple(gram)) % self._buckets
+    def _bucket(self, key: int, gram: Iterable[int]) -> int:
+        return hash((key, *gram)) % self._buckets
 
 
 class StoredSource(Source):
@@ -153,14 +167,16 @@ class StoredSource(Source):
 
     def __init__(self, store: AnswerStore) -> None:
         self.store = store
-        self._answers: dict[int, tuple[Sequence[int], int]] = {}  # texts, and the lengths of their prompts
+        # Texts, the lengths of their prompts and the prompts' keys.
+        self._answers: dict[int, tuple[Sequence[int], int, int]] = {}
 
     def observe(self, step: Step) -> None:
         stayed = dict(zip(step.request_ids, step.kept, strict=True))
         for request_id in [each for each in self._answers if stayed.get(each) is None]:
             self._keep(request_id)
         for row in step.joined:
-            self._answers[step.request_ids[row]] = step.sequences[row], len(step.committed[row])
+            prompt = step.committed[row]
+            self._answers[step.request_ids[row]] = step.sequences[row], len(prompt), self.store.key_of(prompt)
 
     def keep_answers(self) -> None:
         """Add the answers of a stream that has ended to the store."""
@@ -170,14 +186,17 @@ class StoredSource(Source):
     def renew(self) -> StoredSource:
         return StoredSource(self.store)
 
-    def start(self, request_id: int) -> tuple[int, ...]:
-        return tuple(self._answers[request_id][0][-LONGEST_MATCH:])
+    def start(self, request_id: int) -> tuple[int, tuple[int, ...]]:
+        text, _, key = self._answers[request_id]
+        return key, tuple(text[-LONGEST_MATCH:])
 
-    def follow(self, state: tuple[int, ...], token: int) -> tuple[int, ...]:
-        return (*state, token)[-LONGEST_MATCH:]
+    def follow(self, state: tuple[int, tuple[int, ...]], token: int) -> tuple[int, tuple[int, ...]]:
+        key, tail = state
+        return key, (*tail, token)[-LONGEST_MATCH:]
 
-    def continuations(self, state: tuple[int, ...]) -> list[Named]:
-        found = self.store.find(state)
+    def continuations(self, state: tuple[int, tuple[int, ...]]) -> list[Named]:
+        key, tail = state
+        found = self.store.find(tail, key)
         copies: dict[int, tuple[int, int, int]] = {}
         for copy in found:
             _, count, latest = copies.get(copy.token, (0, 0, 0))
@@ -185,8 +204,8 @@ class StoredSource(Source):
         return rank_copies(max((copy.length for copy in found), default=0), copies.values())
 
     def _keep(self, request_id: int) -> None:
-        text, prompt = self._answers.pop(request_id)
-        self.store.add(text[prompt:])
+        text, prompt, _ = self._answers.pop(request_id)
+        self.store.add(text[prompt:], text[:prompt])
 
 
 def _describe(target: Target | None) -> dict[str, str]:
