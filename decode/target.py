@@ -162,6 +162,11 @@ class Target:
             )
         return version
 
+    @property
+    def source(self) -> PreTrainedModel | None:
+        """The model that it was made from; None if that is gone."""
+        return self._watch.model
+
     def weights_changed(self) -> None:
         """Make anew what was computed from the model's weights. Call it after changing them, while no step runs.
 
@@ -173,7 +178,7 @@ class Target:
         """
         with self._watch.lock:
             self._watch.look(deep=True)
-            if (model := self._watch.model) is None:
+            if (model := self.source) is None:
                 raise ValueError(
                     "the model of this target is gone; make a new one of another: Target(model, tokenizer)"
                 )
@@ -239,7 +244,7 @@ class Target:
     @property
     def weights_fingerprint(self) -> str | None:
         """See `decode.models.fingerprint`. None for a model that was packed before it became a target."""
-        model = self.model if self._shares_all else self._watch.model
+        model = self.model if self._shares_all else self.source
         if self._fingerprint is None and model is not None and not (self._shares_all and self.is_packed):
             self._fingerprint = fingerprint_weights(model)
         return self._fingerprint

@@ -35,15 +35,20 @@ def pack_head(head: VocabularyHead) -> Any:
     """A copy of the head for inference, with packed or merged layers. It shares all other tensors with the head."""
     tensors = [*head.parameters(), *head.buffers()]
     packed: Any = copy.deepcopy(head, {id(tensor): tensor for tensor in tensors})
-    backend, count = find_backend(next(head.parameters()).device), head.config.heads if head.output == "own" else 1
-    outputs = nn.ModuleList(make_linear(*head.output_layer(index)) for index in range(count))
-    backend.pack_drafter(outputs)
-    packed.outputs = tuple(outputs)
+    packed.outputs = pack_outputs(head)
     for name in ("lm_head", "lm_heads"):
         if hasattr(packed, name):
             delattr(packed, name)  # the packed output layer replaces it
-    backend.pack_drafter(packed)
+    find_backend(next(head.parameters()).device).pack_drafter(packed)
     return packed
+
+
+def pack_outputs(head: Any) -> tuple[nn.Module, ...]:
+    """The output layers of a head, packed."""
+    count = head.config.heads if head.output == "own" else 1
+    outputs = nn.ModuleList(make_linear(*head.output_layer(index)) for index in range(count))
+    find_backend(next(head.parameters()).device).pack_drafter(outputs)
+    return tuple(outputs)
 
 
 class FastPass:

@@ -19,7 +19,7 @@ from heads.layer_cache import LayerCache
 from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
-from proposers.fast_heads import DraftGraphs, pack_head
+from proposers.fast_heads import DraftGraphs, pack_head, pack_outputs
 from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last_features
 from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
@@ -71,7 +71,8 @@ class HeadProposer(TreeProposer):
         if calibration is not None:
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory(head.window)
-        self._borrowed_from: ref[Any] | None = None  # the model whose output matrix the head uses, if it has no own
+        # The model whose output matrix the head uses, if it has no own, and the version of its weights.
+        self._borrowed_from: tuple[ref[Any], int] | None = None
         self._graphs = DraftGraphs()
         self._prepared_for: torch.device | None = None  # where its packed layers run
 
@@ -109,21 +110,24 @@ class HeadProposer(TreeProposer):
     def begin(self, target: Target) -> None:
         """Make the head ready: on the target's device, with the target's output matrix if it has none of its own.
 
-        Raises ValueError as `check` does, and if it was prepared for another target or device.
+        If the target's weights have changed, it takes the new matrix. Raises ValueError as `check` does, and if it was
+        prepared for another target or device.
         """
         self.check(target)
-        packed = bool(self.head.outputs)
         if self._prepared_for not in (None, target.device):
             raise ValueError(f"this proposer was prepared for {self._prepared_for}, not {target.device}; load it again")
         self.head.to(target.device)
-        borrowed = self.head.borrowed
-        if self.head.output != "target" or (borrowed is not None and self._borrowed_from == ref(target.model)):
+        head, before, now = self.head, self._borrowed_from, (ref(target.source or target.model), target.read_version())
+        if head.output != "target" or (head.borrowed is not None and before == now):
             return
-        if not packed:
-            self.head.borrow(target.output_matrix, target.output_bias)
-        elif not torch.equal(borrowed, self.head.drafted_rows(target.output_matrix).to(borrowed)):
-            raise ValueError("this proposer was prepared for another target's output matrix; load it again")
-        self._borrowed_from = ref(target.model)
+        matrix = target.output_matrix
+        if not (head.outputs and torch.equal(head.borrowed, head.drafted_rows(matrix).to(head.borrowed))):
+            if head.outputs and (before is None or before[0] != now[0]):
+                raise ValueError("this proposer was prepared for another target's output matrix; load it again")
+            head.borrow(matrix, target.output_bias)
+            if head.outputs:
+                head.outputs, self._graphs = pack_outputs(head), DraftGraphs()
+        self._borrowed_from = now
 
     @torch.no_grad()
     def observe(self, step: Step) -> None:

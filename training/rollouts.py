@@ -7,11 +7,10 @@ log-probabilities. `Rollouts().attach(trainer)` takes the place of `model.genera
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from decode import Answer, Engine, Proposer, Sampling, Stats, Target
+from decode import Answer, Engine, Sampling, Stats, Target
 from decode.given_proposer import as_proposer, check_proposer
 from decode.models.compatibility import unwrap
 from decode.request import Request, read_requests
@@ -54,7 +53,7 @@ class Rollouts:
 
     def __init__(
         self,
-        proposer: Proposer | Callable[[Target], Proposer] | str | Path | None = "auto",
+        proposer: Any = "auto",
         *,
         rows: int = 16,
         nodes: int = 64,
@@ -136,8 +135,8 @@ class Rollouts:
             except ValueError:  # another form: a new target is made
                 self._engine.close()
         target = Target(model, accelerate=self.accelerate)
-        is_maker = isinstance(self.proposer, FunctionType | partial)
-        proposer = self.proposer(target) if is_maker else as_proposer(self.proposer, target)
+        given = self.proposer(target) if isinstance(self.proposer, FunctionType | partial) else self.proposer
+        proposer = as_proposer(given, target)
         target.warm_up(self.rows)
         self._engine, self._model = Engine(target, proposer, rows=self.rows, nodes=self.nodes), model
         return self._engine

@@ -357,3 +357,18 @@ def test_fingerprints_follow_the_weights() -> None:
     step_optimizer(model)
     target.weights_changed()
     assert before != target.weights_fingerprint == Target(model).weights_fingerprint
+
+
+def test_a_packed_head_takes_the_new_output_matrix_of_its_target_alone() -> None:
+    model = make_model(12, torch.float32)
+    target = Target(model, accelerate="packed")
+    head = make_head("eagle", target, output="target").float()
+    proposer = EagleProposer(head, depth=3, nodes=8).prepare(target)
+    for _ in range(2):
+        assert generate(target, PROMPT, proposer, **SETTINGS)[0].tokens == tell_text(model)
+        assert torch.equal(proposer.head.borrowed, target.output_matrix)
+        step_optimizer(model)
+        target.weights_changed()
+    other = Target(make_model(13, torch.float32), accelerate="packed")
+    with pytest.raises(ValueError, match="prepared for another target's output matrix; load it again"):
+        generate(other, PROMPT, proposer, **SETTINGS)
