@@ -32,7 +32,8 @@ FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
 READ_A_LEVEL = 32  # tokens that a drafter reads in the time of a level
-ADDED, ADDED_WEIGHT = 0.3, 2.0  # see `DrafterWorth`, before anything is learned; tries that this counts for
+# Of the most likely token where other sources know nothing, before a drafter is tried; tries that this counts for.
+ADDED, ADDED_WEIGHT = 0.5, 2.0
 
 
 def choose_fastest(tokens: Sequence[float], times: Sequence[float], rate: float | None = None) -> int:
@@ -92,23 +93,25 @@ class DrafterWorth:
     """
 
     def __init__(self) -> None:
-        self._gain, self._unknown = ADDED * ADDED_WEIGHT, ADDED_WEIGHT  # decayed sums, as the others
+        self._gain, self._unknown, self._untried = 0.0, ADDED_WEIGHT, ADDED_WEIGHT  # decayed sums, as the others
         self._levels, self._tries = 1.0, 1.0
         self._steps, self._failures = 0, 0  # since the last try; tries that did not pay
 
-    def is_worth_it(self, unknown: float, level: float, unread: float, room: int) -> bool:
-        """Whether to draft in this step, if a level costs as much as `level` tokens. Call it once a step.
+    def is_worth_it(self, unknown: float, level: float, node: float, unread: float, room: int) -> bool:
+        """Whether to draft in this step, if a level and a node cost as much as so many tokens. Call it once a step.
 
         unread: the tokens that the drafter has to read first. room: of the answer.
         """
         self._steps += 1
         drafting, reading = level * self._levels / self._tries, level * unread / READ_A_LEVEL
-        pays = unknown * self._gain / self._unknown > drafting + reading / room
+        gain = self._gain + self._untried * max(ADDED - node, 0.0)
+        pays = unknown * gain / self._unknown > drafting + reading / room
         return pays or self._steps * TRIAL_SHARE > (drafting + reading) * (1 + self._failures)
 
     def learn(self, unknown: float, gain: float, levels: int, level: float) -> None:
         """Take in what a draft of so many levels added, in tokens, without what its levels cost."""
         self._gain, self._unknown = DRAFTER_MEMORY * self._gain + gain, DRAFTER_MEMORY * self._unknown + unknown
+        self._untried *= DRAFTER_MEMORY
         self._levels, self._tries = DRAFTER_MEMORY * self._levels + levels, DRAFTER_MEMORY * self._tries + 1
         self._failures = 0 if gain > level * levels else self._failures + 1
         self._steps = 0

@@ -42,12 +42,13 @@ class FeatureHistory:
         self.cache = self.make_cache(0)
         self._unread: list[tuple[FeaturePart, Places]] = []  # of each step
         self.unread_counts: Counts = []
-        self._is_new: list[bool] = []  # by row: it has joined others, and its prompt is not read
+        self._is_new: list[bool] = []  # by row: its prompt is not read, and is to be read apart from others' features
 
-    def _begin(self, rows: int, device: torch.device) -> None:
+    def _begin(self, rows: int, like: Tensor) -> None:
         """Begin a batch. A GPU's cache stays where it is, because graphs write to it."""
-        self._unread, self.unread_counts, self._is_new, held = [], [0] * rows, [False] * rows, self.cache.held
-        if held is not None and held[0].device == device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
+        self._unread, self.unread_counts, held = [], [0] * rows, self.cache.held
+        self._is_new = [rows > 1 and not waits(like)] * rows
+        if held is not None and held[0].device == like.device and waits(held[0]) and held[0].shape[2] <= MOST_KEPT:
             self.cache.restart(rows)
         else:
             self.cache = self.make_cache(rows)
@@ -65,7 +66,7 @@ class FeatureHistory:
             features = features[:, :longest].clone()
         part = FeaturePart(features, numbers["following"], numbers["counts"], counts)
         if step.is_first:
-            self._begin(len(counts), features.device)
+            self._begin(len(counts), features)
         elif len(stayed) < len(self.cache.lengths):
             self.cache.select(stayed)
             self._is_new = [self._is_new[row] for row in stayed]
@@ -86,24 +87,31 @@ class FeatureHistory:
             self._unread = [(self._join(range(len(counts))), [*range(len(counts))])]
 
     def read_prompts(self, read: ReadFeatures) -> None:
-        """Let a head read the prompts of requests that have joined others, but for each one's last feature.
+        """Let a head read the prompts that are new, but for each one's last feature.
 
-        Call it before other features are read: else all rows would be padded to these prompts.
+        Call it before other features are read: else all rows would be padded to these prompts. On a CPU, where padding
+        takes time, prompts are read one by one.
         """
         if new := [row for row, is_new in enumerate(self._is_new) if is_new]:
             self._is_new = [False] * len(self._is_new)
-            unread, cache = self._join(new), self.make_cache(len(new))
-            prompts = unread.without_last()
-            if max(prompts.counts):
-                read_part(prompts, cache, read)
-                self.cache.fill(new, cache)
-            self._unread = [
-                (part, [None if row in new else place for row, place in enumerate(places)])
-                for part, places in self._unread
-            ]
-            places = [new.index(row) if row in new else None for row in range(len(self._is_new))]
-            self._unread.append((unread.after(prompts.counts), places))
-            self.unread_counts = [1 if row in new else count for row, count in enumerate(self.unread_counts)]
+            together = any(waits(part.features) for part, _ in self._unread)
+            for rows in [new] if together else [[row] for row in new]:
+                self._read_rows(rows, read)
+
+    def _read_rows(self, rows: Sequence[int], read: ReadFeatures) -> None:
+        """Let a head read the features of rows that it has read nothing of, but for each one's last."""
+        unread, cache = self._join(rows), self.make_cache(len(rows))
+        prompts = unread.without_last()
+        if max(prompts.counts):
+            read_part(prompts, cache, read)
+            self.cache.fill(rows, cache)
+        self._unread = [
+            (part, [None if row in rows else place for row, place in enumerate(places)])
+            for part, places in self._unread
+        ]
+        places = [rows.index(row) if row in rows else None for row in range(len(self._is_new))]
+        self._unread.append((unread.after(prompts.counts), places))
+        self.unread_counts = [1 if row in rows else count for row, count in enumerate(self.unread_counts)]
 
     def take(self) -> FeaturePart:
         """The features that the head has not read, to be read now."""

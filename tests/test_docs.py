@@ -370,6 +370,8 @@ def test_examples_run(
     for name, text, count in (("generate_dropin", SAME, 1), ("own_proposer", SAME, 2), ("streaming_chat", "[tau ", 2)):
         import_module(f"examples.{name}").main(model)
         assert capsys.readouterr().out.count(text) == count
+    import_module("examples.grpo_rollouts").main(model, 2)
+    assert capsys.readouterr().out.count(", tau ") == 2
     import_module("examples.train_tiny_head").main(model, str(tmp_path))
     files = {path.name for path in (tmp_path / "my-head").iterdir()}
     assert files >= {"config.json", "model.safetensors", "calibration.json"}
