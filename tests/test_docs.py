@@ -15,7 +15,7 @@ from inspect import getsource, signature
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import transformers
@@ -45,7 +45,12 @@ PAGES = {
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.M)
-ELSEWHERE = ("README.md", "docs/serve.md", "docs/structured-output.md")  # run below, or by slow tests
+ELSEWHERE = (
+    "README.md",
+    "docs/rollouts.md",
+    "docs/serve.md",
+    "docs/structured-output.md",
+)  # run below, or by slow tests
 SAME = "the same tokens as plain decoding: True\n"
 COMMAND = re.compile(rf"(?:^|[ (])draftless ({'|'.join(COMMANDS)})\b(.*)")
 END_OF_COMMAND = {">", "|", ";", "&&", "done", "do"}
@@ -258,12 +263,12 @@ def workplace(monkeypatch: pytest.MonkeyPatch, save_model: Callable[..., Path], 
     return target
 
 
-def run_page(page: str) -> dict[str, Any]:
+def run_page(page: str, **given: Any) -> dict[str, Any]:
     """Run the page's Python blocks one after the other, with the names of those before.
 
     What `generate` calls the KV cache depends on the version of transformers; the pages have the newest name.
     """
-    names: dict[str, Any] = {"__name__": "page"}
+    names: dict[str, Any] = {"__name__": "page"} | given
     for block in list_blocks(page, "python"):
         code = block.replace("cache=result.cache", f"{CACHE}=result.{CACHE}")
         exec(compile(code, page, "exec"), names)
@@ -273,6 +278,12 @@ def run_page(page: str) -> dict[str, Any]:
 @pytest.mark.parametrize("page", [page for page in PAGES if list_blocks(page, "python") and page not in ELSEWHERE])
 def test_python_blocks_run(page: str, workplace: Target) -> None:
     run_page(page)
+
+
+def test_the_page_of_rollouts_attaches_them() -> None:
+    trainer = Mock()
+    run_page("docs/rollouts.md", trainer=trainer)
+    assert trainer.model.generate.__module__ == "training.rollouts" and trainer.train.called
 
 
 def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,9 +381,13 @@ def test_examples_run(
     for name, text, count in (("generate_dropin", SAME, 1), ("own_proposer", SAME, 2), ("streaming_chat", "[tau ", 2)):
         import_module(f"examples.{name}").main(model)
         assert capsys.readouterr().out.count(text) == count
-    import_module("examples.grpo_rollouts").main(model, 2)
-    assert capsys.readouterr().out.count(", tau ") == 2
     import_module("examples.train_tiny_head").main(model, str(tmp_path))
     files = {path.name for path in (tmp_path / "my-head").iterdir()}
     assert files >= {"config.json", "model.safetensors", "calibration.json"}
     assert "tau" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_the_example_with_trl_runs(save_model: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    import_module("examples.grpo_rollouts").main(str(save_model()), 2)
+    assert capsys.readouterr().out.count(", tau ") == 2
