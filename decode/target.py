@@ -78,9 +78,9 @@ class Target:
     ) -> Self:
         """Load a target from a local folder, a hub id or a GGUF file; without a name, the default model.
 
-        Arguments and errors are those of `decode.models.loading.load_model`, and of this class. One more dtype is
-        "fixed16", on a CPU: float32, but layers with weights in blocks round their inputs to 16 bits. That is faster,
-        and once in some thousand tokens another one is the most likely.
+        Arguments and errors are those of `decode.models.loading.load_model`, and of this class. A folder may have a
+        peft adapter, which is merged. One more dtype is "fixed16", on a CPU: float32, but layers with weights in blocks
+        round their inputs to 16 bits. That is faster, and once in some thousand tokens another one is the most likely.
         """
         check_mode(accelerate)
         model, tokenizer = load_model(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
+
+ASIDE = ".saving-"  # begins the names of folders whose files are still being written
 
 
 def write_aside(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -28,3 +32,19 @@ def write_aside(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         raise OSError(cause.errno, cause.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_files(folder: Path, write: Callable[[Path], Any], last: str) -> None:
+    """Call `write(aside)` on an empty folder, then move all files in it to `folder`, one by one, and `last` at the end.
+
+    A kill or a full disk leaves whole files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{ASIDE}*"):  # of a run that was killed
+        shutil.rmtree(left)
+    with TemporaryDirectory(dir=folder, prefix=ASIDE) as aside:
+        write(Path(aside))
+        files = [file.relative_to(aside) for file in Path(aside).rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: file.name == last):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(Path(aside) / file, folder / file)

@@ -1,4 +1,4 @@
-"""Train a head or a draft model, which drafts for a model. The model itself is not changed."""
+"""Train a head or a draft model, which drafts for a model. The model itself is not changed, except with --joint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,19 @@ from decode import Target
 from decode.devices.backend import find_backend
 from decode.models.fingerprint import find_changes
 from draftless_commands.distillation.answers_file import settings_path
-from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan, validate
+from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan
 from draftless_commands.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
+from draftless_commands.head_training.parts import make_parts
 from draftless_commands.shared.command import failing_clearly
 from draftless_commands.shared.options import ModelOptions, load_model_only, load_target
-from heads.checkpoint import load_head, save_head
+from heads.checkpoint import load_head
 from proposers.load import share_matrices
 from training.checkpoint import load_checkpoint
 from training.data import Dataset, find_rarest, load_dataset
 from training.draft_model import DraftModel
-from training.factory import make_draft_model, make_head, make_objective, make_parallel
+from training.factory import make_draft_model, make_head, make_parallel
 from training.feature_cache import BatchLoader, FeatureCache
+from training.joint import RANK
 from training.rendering import Renderer
 from training.teacher import Teacher
 from training.trainer import Trainer
@@ -56,26 +57,27 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     """Print the plan, and train unless it was asked for alone."""
     target, dataset = load_model_and_data(options)
     head = get_head(options, target, dataset)
-    objective, teacher = make_objective(head, target, **options.objective), Teacher(target, head.features)
-    load_batch = BatchLoader(dataset.examples, teacher)
+    model = target.fingerprints  # before it gets adapters
+    parts = make_parts(options, target, head, dataset.prompts)
+    load_batch = BatchLoader(dataset.examples, parts.teacher)
     if options.plan:
-        print_plan(objective, dataset, options.schedule, load_batch)
+        print_plan(parts.objective, dataset, options.schedule, load_batch)
         return
 
     settings = describe_settings(options, dataset, head)
-    model = target.fingerprints
     state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
     if state is None and accelerator.is_main_process:
-        print_plan(objective, dataset, options.schedule, load_batch)
+        print_plan(parts.objective, dataset, options.schedule, load_batch)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.cache is not None:
-        load_batch = BatchLoader(dataset.examples, teacher, fill_cache(options, teacher, dataset, accelerator))
+        cache = fill_cache(options, parts.teacher, dataset, accelerator)
+        load_batch = BatchLoader(dataset.examples, parts.teacher, cache)
     trainer = Trainer(
-        objective,
+        parts.objective,
         dataset,
         load_batch,
-        partial(validate, target, head, dataset.prompts),
-        partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16),
+        parts.validate,
+        parts.save_best,
         options.schedule,
         options.out,
         accelerator,
@@ -94,7 +96,8 @@ def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU")
     state = PartialState(cpu=options.device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
-    dtype = options.dtype or ("bfloat16" if find_backend(state.device).is_fast_in_bfloat16 else "float32")
+    is_fast = find_backend(state.device).is_fast_in_bfloat16 and not options.joint
+    dtype = options.dtype or ("bfloat16" if is_fast else "float32")
     # torch 2.11 does not have the replacement, forward_sync_buffers.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     accelerator = Accelerator(
@@ -107,7 +110,8 @@ def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:
 
 def load_model_and_data(options: TrainOptions) -> tuple[Target, Dataset]:
     """The target, and the conversations of --data. Raises ValueError if they do not fit each other."""
-    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate="packed"))
+    accelerate = "off" if options.joint else "packed"  # packed layers cannot be trained
+    target = load_target(ModelOptions(options.model, options.dtype, options.device, accelerate=accelerate))
     length = min(options.max_length, target.context)
     renderer = Renderer(target.tokenizer, options.template_option, ends=target.stop_ids)
     reading = {"max_bad": options.max_bad, "use_text": options.use_text}
@@ -208,6 +212,7 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
         "data": dataset.fingerprint,
         "init": None if options.init is None else str(options.init.resolve()),
         "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
+        "lora_rank": (options.lora_rank or RANK) if options.joint else None,
         "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
         **options.objective,
     }

@@ -7,12 +7,9 @@ weights, and those of the target fit its states already. Shapes: B rows, T token
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.models.stock_model import find_decoder
+from heads.atomic_write import replace_files
 from training.objectives import Objective
 from training.teacher import Batch
-
-CONFIG, ASIDE = "config.json", ".saving-"
 
 
 @dataclass(frozen=True)
@@ -105,16 +101,12 @@ class DraftModel(nn.Module):
         """Save it as a folder of transformers, with its tokenizer. Files are replaced one by one, the config last."""
         model = copy.deepcopy(self.model).to(dtype)
         model.config.target_weights = self.config.target_weights
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{ASIDE}*"):  # of a run that was killed
-            shutil.rmtree(left)
-        with TemporaryDirectory(dir=folder, prefix=ASIDE) as aside:
+
+        def write(aside: Path) -> None:
             model.save_pretrained(aside)
             self.tokenizer.save_pretrained(aside)
-            files = [file.relative_to(aside) for file in Path(aside).rglob("*") if file.is_file()]
-            for file in sorted(files, key=lambda file: file.name == CONFIG):
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(Path(aside) / file, folder / file)
+
+        replace_files(folder, write, last="config.json")
 
 
 class DraftModelObjective(Objective):

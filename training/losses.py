@@ -14,6 +14,7 @@ from torch import Tensor
 
 CHUNK = 1 << 22  # logits held in memory at a time
 LEAST_P, LEAST_Q = 1e-8, 1e-30  # in logarithms; p may have been stored in half precision
+LEAST_TAIL = 1e-6  # float32 cannot tell a smaller rest of a distribution from zero
 
 # A loss takes p and q at the labels, [R, S], and p of all other tokens [R]. It returns its value [R] and its gradient
 # by the logits, which for all of these losses is a * q, minus b at the labels: a [R, 1], b [R, S].
@@ -83,6 +84,18 @@ def find_acceptance(
         q = compute_q(parts, matrices, bias, part)
         found.append(torch.minimum(p[part].to(q) * drafted, q.gather(1, index)).sum(dim=-1))
     return torch.cat(found) if found else states.new_zeros(0)
+
+
+def divergence(logits: Tensor, labels: Tensor, p: Tensor) -> Tensor:
+    """The sum over rows of KL(p || q) for q = softmax(logits), with all tokens that are no labels counted as one.
+
+    logits [R, V]; labels, p [R, S]. Value and gradient are zero where both distributions agree. `kl` has a gradient
+    there, towards no probability for other tokens than labels.
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    p, log_q = p.to(exact.dtype), exact.gather(1, labels) - exact.logsumexp(dim=1, keepdim=True)  # [R, S]
+    p_tail, q_tail = ((1 - known.sum(dim=1)).clamp_min(LEAST_TAIL) for known in (p, log_q.exp()))  # [R]
+    return (torch.xlogy(p, p) - p * log_q).sum() + (p_tail * (p_tail / q_tail).log()).sum()
 
 
 def find_dtype(states: Tensor) -> torch.dtype:

@@ -5,8 +5,9 @@ Shapes: B rows, T tokens, F feature width, A answer positions, S labels (the mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,30 +46,37 @@ class Batch(NamedTuple):
 
 class Teacher:
     """Computes training targets with the frozen model. `layers`: the hidden states that form the features, as
-    transformers numbers them."""
+    transformers numbers them. `context`: entered for each pass, for example to leave out adapters."""
 
-    def __init__(self, target: Target, layers: Sequence[int]) -> None:
-        self.target, self.layers = target, tuple(layers)
+    def __init__(
+        self, target: Target, layers: Sequence[int], context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self.target, self.layers, self.context = target, tuple(layers), context
 
     @torch.no_grad()
     def compute(self, examples: Sequence[Example]) -> list[Targets]:
         """The targets of the examples, from one forward pass."""
-        model = self.target.model
         tokens, answers = (part.to(self.target.device) for part in pad_examples(examples))
-        # Most positions belong to prompts, and a vocabulary is wide: they skip the output layer.
-        output = model.get_output_embeddings()
-        hook = output.register_forward_pre_hook(lambda _, args: (args[0][answers][None], *args[1:]))
-        try:
-            with capture_features(model, self.layers) as captured, self.target.backend.reading_texts():
-                logits = model(input_ids=tokens, use_cache=False).logits[0]  # [A, V] of all examples
-        finally:
-            hook.remove()
-        nothing = torch.empty(*tokens.shape, 0, dtype=self.target.dtype, device=tokens.device)
-        features = torch.cat([nothing, *(captured[layer] for layer in self.layers)], dim=-1)  # [B, T, F]
+        with self.context(), self.target.backend.reading_texts():
+            features, logits = run_target(self.target, self.layers, tokens, answers)
         best = (top_tokens(part, LABELS) for part in logits.split(TOP_K_ROWS))
         labels, log_p = (torch.cat(parts).split(answers.sum(dim=1).tolist()) for parts in zip(*best, strict=True))
         kept = [features[row, : len(example.tokens)] for row, example in enumerate(examples)]
         return [Targets(states, ids, p.exp()) for states, ids, p in zip(kept, labels, log_p, strict=True)]
+
+
+def run_target(target: Target, layers: Sequence[int], tokens: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """The features [B, T, F] of texts [B, T], padded at the right, and the logits [A, V] at their answer positions."""
+    # Most positions belong to prompts, and a vocabulary is wide: they skip the output layer.
+    output = target.model.get_output_embeddings()
+    hook = output.register_forward_pre_hook(lambda _, args: (args[0][answers][None], *args[1:]))
+    try:
+        with capture_features(target.model, layers) as captured:
+            logits = target.model(input_ids=tokens, use_cache=False).logits[0]  # of all texts
+    finally:
+        hook.remove()
+    nothing = torch.empty(*tokens.shape, 0, dtype=target.dtype, device=tokens.device)
+    return torch.cat([nothing, *(captured[layer] for layer in layers)], dim=-1), logits
 
 
 def collate(examples: Sequence[Example], targets: Sequence[Targets]) -> Batch:

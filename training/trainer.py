@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,7 +65,10 @@ class Progress:
 
 @dataclass
 class Trainer:
-    """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder."""
+    """Trains the head in an objective, a module from `Batch` to `Loss`, and writes checkpoints to a folder.
+
+    An objective may have `rate_shares`, see `make_optimizers`.
+    """
 
     objective: torch.nn.Module
     dataset: Dataset
@@ -79,7 +83,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.weights = {name: weight for name, weight in self.objective.named_parameters() if weight.requires_grad}
         self.batches = self.schedule.plan([len(example.tokens) for example in self.dataset.examples])
-        optimizers = make_optimizers(self.weights, self.schedule.lr)
+        optimizers = make_optimizers(self.weights, self.schedule.lr, getattr(self.objective, "rate_shares", {}))
         self.objective, *self.optimizers = self.accelerator.prepare(self.objective, *optimizers)
         self.steps = len(self.batches)
         # last_epoch=0 skips the schedule's first step, in which the learning rate is zero.
@@ -229,22 +233,32 @@ class Trainer:
         return set(self.accelerator.gather(torch.tensor([int(value)], device=self.accelerator.device)).tolist())
 
 
-def make_optimizers(weights: Mapping[str, Tensor], lr: float) -> list[Optimizer]:
+def make_optimizers(
+    weights: Mapping[str, Tensor], lr: float, rate_shares: Mapping[str, float] = MappingProxyType({})
+) -> list[Optimizer]:
     """Muon for matrices between hidden states, AdamW for vocabularies, norms and biases; one without weights is left
     out.
 
     Muon makes a matrix's step equally long in all directions (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982).
     It learns more from the same number of texts.
+    rate_shares: factors of the learning rate for some weights, by the first part of their names. AdamW takes these:
+    each is half of a low-rank matrix.
     """
-    hidden = [weight for name, weight in weights.items() if is_hidden(name, weight)]
-    others = [weight for name, weight in weights.items() if not is_hidden(name, weight)]
+    hidden: list[Tensor] = []
+    others: dict[float, list[Tensor]] = {}  # by their share of the learning rate
+    for name, weight in weights.items():
+        share = rate_shares.get(name.split(".")[0])
+        if share is None and is_hidden(name, weight):
+            hidden.append(weight)
+        else:
+            others.setdefault(share or 1.0, []).append(weight)
     optimizers: list[Optimizer] = []
     if hidden:
-        groups = [{"params": hidden, "initial_lr": MUON_SCALE * lr}]
+        groups: list[Any] = [{"params": hidden, "initial_lr": MUON_SCALE * lr}]
         decay = WEIGHT_DECAY / MUON_SCALE
         optimizers.append(Muon(groups, {"lr": MUON_SCALE * lr, "weight_decay": decay}))
     if others:
-        groups = [{"params": others, "initial_lr": lr}]
+        groups = [{"params": part, "lr": share * lr, "initial_lr": share * lr} for share, part in others.items()]
         optimizers.append(AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
     return optimizers
 

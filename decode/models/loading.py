@@ -21,17 +21,17 @@ from transformers import (
 )
 
 from decode.devices.backend import Backend, find_backend
+from decode.models.adapters import ADAPTER, ADAPTER_WEIGHTS, apply_adapter, find_base, is_adapter, require_peft
 from decode.models.default_model import default_model
 from decode.requests.text import Tokenizer
 from decode.weights.gguf.description import has_description
 from decode.weights.gguf.model import find_gguf, load_gguf
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
-ADAPTER = "adapter_config.json"
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 FILES = (  # that are read, if they are there; damaged ones of some kinds would be ignored
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-    *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("model.safetensors.index.json", "pytorch_model.bin.index.json", ADAPTER, ADAPTER_WEIGHTS),
 )
 FIXED16 = "fixed16"  # float32, but for the inputs of weights in blocks; see `Target.load`
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,15 +48,16 @@ def load_model(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """A model and its tokenizer from a local folder, a hub id or a GGUF file; without a name, the default model.
 
-    name: of a GGUF file on the hub, "OWNER/REPOSITORY/FILE.gguf".
+    name: of a GGUF file on the hub, "OWNER/REPOSITORY/FILE.gguf". A local folder may have a peft adapter instead of a
+    model: it is merged into the weights of the base model that its config names.
 
     dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. in_blocks: in
     float32 on a CPU, a GGUF file's weights stay in its blocks. Such a model runs once it is a target, see
     `Target.take_over`.
 
-    Raises ValueError for an unknown dtype or device, if there is no such model, and if it is damaged, incomplete or of
-    an unknown form.
+    Raises ValueError for an unknown dtype or device, if there is no such model, if it is damaged, incomplete or of an
+    unknown form, and for an adapter without the package peft.
     """
     backend = _find_backend(device)
     default_dtype = backend.default_dtype if device_map is None else "auto"
@@ -65,14 +66,8 @@ def load_model(
     chosen_dtype = default_dtype if dtype is None else _parse_dtype(str(dtype).removeprefix("torch."))
     place = str(default_model() if name is None else name)
     try:
-        path = find_gguf(place)
-        _refuse_files(path or Path(place))
-        options: dict[str, Any] = {"dtype": chosen_dtype, "device_map": device_map}
-        if path is None:
-            model, tokenizer = _load(place, **options), AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        else:
-            may_stay = in_blocks and device_map is None and chosen_dtype == torch.float32 and backend.takes_blocks
-            model, tokenizer = load_gguf(path, in_blocks=may_stay, **options)
+        may_stay = in_blocks and device_map is None and chosen_dtype == torch.float32 and backend.takes_blocks
+        model, tokenizer = _load_place(place, chosen_dtype, device_map, may_stay)
     except Exception as error:  # each file format has errors of its own
         raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
     if device_map is None and model.device != backend.device and backend.waits:
@@ -87,14 +82,50 @@ def check_model(name: str | PathLike[str]) -> None:
     """
     place = str(name)
     try:
-        path = find_gguf(place)
+        path = None if is_adapter(place) else find_gguf(place)
         _refuse_files(path or Path(place))
-        if path is not None and not path.is_file():
-            raise ValueError("there is no such file")
-        if path is None and not (Path(place) / ADAPTER).is_file():  # the base of an adapter alone is named in it
+        if is_adapter(place):
+            require_peft()
+            if (base := find_base(Path(place))) is not None:
+                check_model(base)
+        elif path is None:
             AutoConfig.from_pretrained(place, trust_remote_code=False)
+        elif not path.is_file():
+            raise ValueError("there is no such file")
     except Exception as error:  # each file format has errors of its own
         raise ValueError(f"cannot load a model from {place!r}: {_explain(error, place)}") from error
+
+
+def _load_place(place: str, dtype: Any, device_map: Any, in_blocks: bool) -> tuple[PreTrainedModel, Any]:
+    """The model and the tokenizer of a folder, a hub id, a GGUF file or an adapter. dtype: of torch, or "auto"."""
+    if is_adapter(place):
+        return _load_adapted(Path(place), dtype, device_map)
+    path = find_gguf(place)
+    _refuse_files(path or Path(place))
+    if path is not None:
+        return load_gguf(path, dtype, in_blocks=in_blocks, device_map=device_map)
+    model = _load(place, dtype=dtype, device_map=device_map)
+    return model, AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+
+
+def _load_adapted(folder: Path, dtype: Any, device_map: Any) -> tuple[PreTrainedModel, Any]:
+    """The base model of an adapter with the adapter merged, and the tokenizer of the adapter's folder or the base."""
+    require_peft()
+    _refuse_files(folder)
+    base = find_base(folder)
+    place = str(default_model() if base is None else base)
+    try:
+        is_gguf = not is_adapter(place) and find_gguf(place) is not None
+        # Blocks hold more than half precision does. Rounded after merging, they give the fingerprint of float32.
+        model, tokenizer = _load_place(place, torch.float32 if is_gguf else dtype, device_map, in_blocks=False)
+    except Exception as error:  # each file format has errors of its own
+        raise ValueError(f"its base model {place!r} cannot be loaded: {_explain(error, place)}") from error
+    model = apply_adapter(model, folder)
+    if is_gguf and dtype != "auto":
+        model = model.to(dtype)
+    model.name_or_path = model.config.name_or_path = str(folder)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return model, type(tokenizer).from_pretrained(folder) if has_tokenizer else tokenizer
 
 
 def _load(name: str, **options: Any) -> PreTrainedModel:
@@ -104,7 +135,7 @@ def _load(name: str, **options: Any) -> PreTrainedModel:
     """
     try:
         kind = type(AutoConfig.from_pretrained(name, trust_remote_code=False))
-    except (OSError, ValueError):  # of a folder with an adapter alone, whose base is named in it
+    except (OSError, ValueError):  # of an adapter on the hub, whose base is named in it
         kind = PretrainedConfig
     sees = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model, report = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(

@@ -20,6 +20,7 @@ from typing import Any
 
 from decode import Stats, Target, stream
 from decode.devices.user_cache import print_notice, working_folder
+from decode.models.adapters import is_adapter
 from decode.models.loading import load_model
 from draftless_commands.checking.rules import Finding, error, warning
 from draftless_commands.shared.results import to_markdown
@@ -109,9 +110,9 @@ def serve_head(
     speculation: vLLM's settings for it. python: one with vLLM.
     """
     model = str(target.model.name_or_path)
-    if not model.endswith(".gguf"):
+    if not model.endswith(".gguf") and not is_adapter(model):
         return _serve_head(folder, kind, speculation, target, python, model)
-    with working_folder() as unpacked:  # vLLM reads few GGUF files, and none on a CPU
+    with working_folder() as unpacked:  # vLLM reads few GGUF files, none on a CPU, and no adapter alone
         whole, tokenizer = load_model(model, dtype=target.dtype)
         whole.save_pretrained(unpacked)
         tokenizer.save_pretrained(unpacked)

@@ -25,6 +25,7 @@ from training.checkpoint import read_metrics
 from training.data import Dataset
 from training.draft_model import DraftModel
 from training.feature_cache import BatchLoader
+from training.joint import JointObjective
 from training.schedule import Schedule
 from training.trainer import Validation
 
@@ -58,6 +59,8 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "time": _format_time(seconds * len(batches) / len(measured)) + ", without validations",
         "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }
+    if isinstance(objective, JointObjective):  # whose features change
+        del rows["with features cached"]
     print("\n".join(f"{name:21} {value}" for name, value in rows.items()), flush=True)
 
 

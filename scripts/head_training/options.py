@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+from decode.models.adapters import require_peft
 from decode.models.loading import check_model
 from draftless_commands.shared.command import Parser, at_least, check_output_folder, check_plot
 from draftless_commands.shared.options import parse_own_kind
@@ -20,6 +21,7 @@ from heads.vocabulary import Output
 from training.checkpoint import METRICS
 from training.data import MAX_BAD, read_rows
 from training.factory import find_objective
+from training.joint import JOINT_KINDS, RANK
 from training.losses import LOSSES
 from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, Decay
 from training.schedule import Schedule
@@ -27,10 +29,12 @@ from training.schedule import Schedule
 TRAINED = (*OBJECTIVES, "draft")  # kinds of heads, and draft models
 UNROLLING = {"ttt_steps": ("steps", TTT_STEPS), "regression": ("regression", REGRESSION), "noise": ("noise", 0.0)}
 DRAFT_LAYERS = 4
+JOINT = "joint", "lora_rank"
 GROUPS = {  # of the help text, by their first option
     "model": "model",
     "heads": "shape of a new head",
     "loss": "training",
+    "joint": "Medusa-2",
     "ttt_steps": "EAGLE heads and MTP modules",
 }
 
@@ -57,7 +61,8 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 
 def list_options(kind: str) -> set[str]:
     """The options that are for heads of some kinds, this one among them."""
-    return {*(["layers"] if kind == "draft" else get_kind(kind).options), *find_objective(kind).options}
+    joint = JOINT if kind in JOINT_KINDS else ()
+    return {*(["layers"] if kind == "draft" else get_kind(kind).options), *find_objective(kind).options, *joint}
 
 
 def is_given(value: Any) -> bool:
@@ -109,7 +114,9 @@ class TrainOptions:
     plan: bool = flag("print sizes and the expected time, then exit", False)
     plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
 
-    model: str | None = flag("a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct)")
+    model: str | None = flag(
+        "a local folder, a hub id, a GGUF file or the folder of a peft adapter (default: SmolLM2-135M-Instruct)"
+    )
     dtype: str | None = flag("default: bfloat16 if the device is fast at it", choices=["float32", "bfloat16"])
     device: str | None = flag("default: cuda if there is a GPU", choices=["cpu", "cuda"])
     cache: Path | None = flag("store the model's features here, for later runs", type=Path, metavar="DIR")
@@ -162,6 +169,13 @@ class TrainOptions:
     patience: int = number("stop after N validations without a better tau", Schedule.patience)
     validation: int = number("prompts to decode in a validation", 16)
 
+    joint: bool = flag(
+        "medusa and hydra, with --init: train the model too, by low-rank adapters. They are written to --out/adapter, "
+        "which is the --model for this head",
+        False,
+    )
+    lora_rank: int | None = number(f"rank of the adapters (default: {RANK})")
+
     ttt_steps: int | None = number(f"drafting steps to train through (default: {TTT_STEPS}; EAGLE-1 has 1)")
     regression: float | None = flag(
         "eagle: weight of the distance from the model's features (default: 10, as published)", type=float, metavar="X"
@@ -180,6 +194,7 @@ class TrainOptions:
             if is_given(getattr(self, name)):
                 kind = "draft models" if self.kind == "draft" else f"{self.kind} heads"
                 raise ValueError(f"--{name.replace('_', '-')} is not for {kind}; leave it out")
+        self._check_joint()
         if self.kind == "draft" and self.init is not None and self.layers:
             raise ValueError("--layers is for a draft that is cut out of the model; leave out --init")
         if self.kind == "draft" and self.decay != DECAY:
@@ -200,6 +215,21 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be a number from 0 on")
+
+    def _check_joint(self) -> None:
+        """Raise ValueError for options that do not fit --joint."""
+        if self.lora_rank and not self.joint:
+            raise ValueError("--lora-rank is for --joint; leave it out, or give both")
+        if not self.joint:
+            return
+        if self.init is None:
+            raise ValueError("--joint needs a trained head: train one without --joint first, then name it with --init")
+        if self.cache is not None:
+            raise ValueError(
+                "--joint computes the features anew in each step, since the model changes; leave out --cache"
+            )
+        if self.dtype == "bfloat16":
+            raise ValueError("--joint trains in float32; leave out --dtype")
 
     @property
     def schedule(self) -> Schedule:
@@ -227,6 +257,8 @@ class TrainOptions:
         for file in self.data:
             if not file.is_file():
                 raise ValueError(f"--data {file}: there is no such file")
+        if self.joint:
+            require_peft()
         read_rows(self.data, self.max_bad)
         self._check_start()
         check_plot(self.plot)

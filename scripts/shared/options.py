@@ -93,7 +93,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="MODEL",
-        help="a local folder, a hub id or a GGUF file (default: SmolLM2-135M-Instruct, fetched once)",
+        help="a local folder, a hub id, a GGUF file or the folder of a peft adapter (default: SmolLM2-135M-Instruct, "
+        "fetched once)",
     )
     add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")

@@ -28,7 +28,7 @@ import draftless_commands.train
 import training.checkpoint
 import training.feature_cache
 import training.trainer
-from draftless_commands.head_training import measurements
+from draftless_commands.head_training import measurements, parts
 from heads.atomic_write import write_aside
 from tests.support.models import VOCABULARY, limit_threads, tiny
 from training.checkpoint import CHECKPOINT, Metrics, read_metrics
@@ -218,7 +218,7 @@ def train_as_one_of(process: int, processes: int, port: int, stop: int, *argumen
     os.environ |= {name: str(process) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if process > 0:
-        training.checkpoint.write_aside = draftless_commands.train.save_head = Metrics.add = _refuse
+        training.checkpoint.write_aside = parts.save_head = Metrics.add = _refuse
     if process == processes - 1:
         Trainer._step = stop_at(stop)
     raise SystemExit(train(*arguments))

@@ -1,0 +1,100 @@
+"""Adapters in peft's folders: which base model they are for, and merging them into its weights.
+
+peft is an extra, so it is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from decode.models.default_model import NAME
+from decode.weights.gguf.description import is_installed
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model_name_or_path"  # in an adapter's config
+DEFAULT_BASE = f"draftless:{NAME}"  # as the base: the default model, whose file is elsewhere on another machine
+PEFT_ADVICE = 'adapters need the peft package: run pip install "draftless[lora]"'
+
+
+def is_adapter(name: str | PathLike[str]) -> bool:
+    """Whether this is a local folder with an adapter."""
+    return (Path(name) / ADAPTER).is_file()
+
+
+def require_peft() -> None:
+    """Raise ValueError with advice if the package peft is missing."""
+    if not is_installed("peft"):
+        raise ValueError(PEFT_ADVICE)
+
+
+def name_base(name: str | None) -> str:
+    """What the config of an adapter calls its base model, which was loaded by this name."""
+    if name is None:
+        return DEFAULT_BASE
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def find_base(folder: Path) -> str | None:
+    """The name of the model that an adapter is for; None is the default model. Raises ValueError if it names none."""
+    base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get(BASE)
+    if not base or Path(base).resolve() == folder.resolve():
+        raise ValueError(f"its {ADAPTER} must name the base model in {BASE}")
+    return None if base == DEFAULT_BASE else str(base)
+
+
+def wrap(model: PreTrainedModel, config: Any) -> Any:
+    """A `peft.PeftModel` around a model, whose layers get new adapters by a config of peft. The model stays frozen."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # peft asks for what transformers renames
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        return PeftModel(model, config)
+
+
+def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with a folder's adapter merged into its weights, in place.
+
+    Raises ValueError for a prompt-learning adapter, and for one of another model.
+    """
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning:
+        raise ValueError("it is a prompt-learning adapter; only adapters within layers, such as LoRA, can be merged")
+    adapted = wrap(model, config)
+    report = adapted.load_adapter(str(folder), "default", torch_device="cpu")
+    for keys, fault in ((report.missing_keys, "lacks"), (report.unexpected_keys, "has unknown")):
+        if keys:
+            raise ValueError(f"the adapter {fault} weights: {', '.join(sorted(keys)[:3])}; is its base model another?")
+    return merge_adapters(adapted)
+
+
+@torch.no_grad()
+def merge_adapters(adapted: Any) -> PreTrainedModel:
+    """The model in a `peft.PeftModel` with its adapters merged into the weights, in place.
+
+    Sums are in float64 and are rounded to float32, then to the weight's format. So weights and fingerprint depend
+    neither on the device nor on the order of a sum. Raises ValueError for a quantized or offloaded layer.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(adapted.named_modules()):
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        weights = [*layer.get_base_layer().parameters()]
+        if not all(type(each) is nn.Parameter and each.is_floating_point() and not each.is_meta for each in weights):
+            raise ValueError(f"no adapter can be merged into {name}, which is quantized or offloaded")
+        dtype = weights[0].dtype
+        layer.double()
+        layer.merge()
+        layer.float().to(dtype)
+    model: PreTrainedModel = adapted.unload()
+    return model.eval()

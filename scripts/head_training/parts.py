@@ -1,0 +1,63 @@
+"""What a training does with its head: the loss, the training targets, validation and saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from decode import Target
+from draftless_commands.head_training.measurements import validate
+from draftless_commands.head_training.options import TrainOptions
+from heads.checkpoint import save_head
+from training.factory import make_objective
+from training.joint import RANK, Adapters, JointObjective
+from training.teacher import Teacher
+from training.trainer import Validation
+
+Prompts = Sequence[Sequence[int]]
+ADAPTER_FOLDER = "adapter"  # in --out
+
+
+class Parts(NamedTuple):
+    """The parts of a training that depend on what is trained; as for `Trainer`."""
+
+    objective: nn.Module
+    teacher: Teacher
+    validate: Callable[[], Validation]
+    save_best: Callable[[], None]
+
+
+def make_parts(options: TrainOptions, target: Target, head: Any, prompts: Prompts) -> Parts:
+    """The parts for a head or draft model. With --joint, the target gets adapters.
+
+    prompts: to validate on. Raises ValueError as `Adapters` does.
+    """
+    objective = make_objective(head, target, **options.objective)
+    if not options.joint:
+        save = partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16)
+        return Parts(objective, Teacher(target, head.features), partial(validate, target, head, prompts), save)
+    adapters = Adapters(target, options.model, options.lora_rank or RANK)
+    return Parts(
+        JointObjective(adapters, objective),
+        Teacher(target, (), adapters.off),
+        partial(_validate_adapted, adapters, head, prompts),
+        partial(_save_both, adapters, head, options.out),
+    )
+
+
+def _validate_adapted(adapters: Adapters, head: Any, prompts: Prompts) -> Validation:
+    """Decode with the adapted model as it is loaded later. From now on the head names its weights."""
+    adapted = Target.take_over(adapters.merge(), adapters.target.tokenizer, accelerate="packed")
+    head.config = replace(head.config, target_weights=adapted.weights_fingerprint)
+    return validate(adapted, head, prompts)
+
+
+def _save_both(adapters: Adapters, head: Any, folder: Path) -> None:
+    adapters.save(folder / ADAPTER_FOLDER)
+    save_head(head, folder, torch.bfloat16)
