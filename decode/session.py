@@ -79,6 +79,7 @@ class Session:
         inputs: Any = None,
     ) -> None:
         self.target, self.layers, self.steps, self.inputs = target, tuple(layers), steps, inputs
+        self._idle_steps = target.idle_steps  # of the model as it is now; a changed one has another list
         self.states = States(rows, target.config) if target.is_recurrent and states is None else states
         part = steps or self.states
         self.cache = KVCache(rows, target.config.num_hidden_layers) if part is None else part.cache
@@ -330,7 +331,7 @@ class Session:
     def close(self) -> None:
         """The rows that are left have ended. The next session may take the steps."""
         if self.steps is not None:
-            self.target.idle_steps[:] = [self.steps]
+            self._idle_steps[:] = [self.steps]
 
     @torch.inference_mode()  # the cache may have been made in it
     def clear_free_slots(self) -> None:

@@ -62,7 +62,7 @@ class Target:
         refuse_unsupported(model)
         own, mode = _copy_for(model, accelerate)
         self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
-        self._watch, self._shares_all = ModelWatch(model), own is model
+        self.watch, self._shares_all = ModelWatch(model), own is model
 
     @classmethod
     @naming_arguments("Target.load")
@@ -105,7 +105,7 @@ class Target:
         refuse_unsupported(model)
         target = cls.__new__(cls)
         target._set_up(model, tokenizer, accelerate, accelerate, Costs(deterministic))
-        target._watch, target._shares_all = ModelWatch(model), True
+        target.watch, target._shares_all = ModelWatch(model), True
         return target
 
     def _set_up(
@@ -153,7 +153,7 @@ class Target:
         Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
         target has copies of weights that have changed.
         """
-        version, changes = self._watch.look(deep), self._watch.changes
+        version, changes = self.watch.look(deep), self.watch.changes
         holds_places = self.has_graphs or not self._shares_all
         if changes and (self.is_packed or (MOVED in changes and holds_places)):
             raise ValueError(
@@ -163,9 +163,9 @@ class Target:
         return version
 
     @property
-    def source(self) -> PreTrainedModel | None:
+    def given_model(self) -> PreTrainedModel | None:
         """The model that it was made from; None if that is gone."""
-        return self._watch.model
+        return self.watch.model
 
     def weights_changed(self) -> None:
         """Make anew what was computed from the model's weights. Call it after changing them, while no step runs.
@@ -174,22 +174,28 @@ class Target:
         there are other tensors, modules or adapters, all is made as when the target was. Requests that run end with
         "error", and texts that engines have kept are dropped.
 
-        Raises ValueError if the model is gone, in training mode, or has another form.
+        Raises ValueError if the model is gone, in training mode, or has another form, and for other tensors of a model
+        that was packed before, whose copies are the only ones.
         """
-        with self._watch.lock:
-            self._watch.look(deep=True)
-            if (model := self.source) is None:
+        with self.watch.lock:
+            self.watch.look(deep=True)
+            changes, model = self.watch.changes, self.given_model
+            if model is None:
                 raise ValueError(
                     "the model of this target is gone; make a new one of another: Target(model, tokenizer)"
                 )
-            if changes := self._watch.changes:
+            has_moved = MOVED in changes
+            if has_moved and self.is_packed and self._shares_all:
+                raise ValueError("a packed model has other tensors or modules than before; load it again: Target.load")
+            if changes:
+                changes.add(MOVED)  # if this ends early, all is made anew the next time
                 self._fingerprint = None
                 packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
-                if MOVED in changes or not all(each.renew() for each in packed):
+                if has_moved or not all(each.repack() for each in packed):
                     own, mode = _copy_for(model, self.accelerate)
                     self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
                     self._shares_all = own is model
-            self._watch.changes.clear()
+            changes.clear()
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """The model's forward pass, which reads and extends a KV cache.
@@ -244,7 +250,7 @@ class Target:
     @property
     def weights_fingerprint(self) -> str | None:
         """See `decode.models.fingerprint`. None for a model that was packed before it became a target."""
-        model = self.model if self._shares_all else self.source
+        model = self.model if self._shares_all else self.given_model
         if self._fingerprint is None and model is not None and not (self._shares_all and self.is_packed):
             self._fingerprint = fingerprint_weights(model)
         return self._fingerprint

@@ -80,7 +80,7 @@ class VocabularyHead(nn.Module):
             raise ValueError(f"the target's output matrix is {given}; this head needs {needed}")
         rows, offsets = self.drafted_rows(weight).detach(), None if bias is None else self.drafted_rows(bias).detach()
         if self.output == "target":
-            dtype = next(self.parameters()).dtype
+            dtype = next(self.parameters()).dtype if self.borrowed is None else self.borrowed.dtype
             self.borrowed, self.borrowed_bias = rows.to(dtype), None if offsets is None else offsets.to(dtype)
         for linear in self._output_layers():
             linear.weight.data.copy_(rows)

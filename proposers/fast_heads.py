@@ -47,7 +47,7 @@ def pack_outputs(head: Any) -> tuple[nn.Module, ...]:
     """The output layers of a head, packed."""
     count = head.config.heads if head.output == "own" else 1
     outputs = nn.ModuleList(make_linear(*head.output_layer(index)) for index in range(count))
-    find_backend(next(head.parameters()).device).pack_drafter(outputs)
+    find_backend(head.output_layer(0)[0].device).pack_drafter(outputs)
     return tuple(outputs)
 
 

@@ -71,8 +71,8 @@ class HeadProposer(TreeProposer):
         if calibration is not None:
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory(head.window)
-        # The model whose output matrix the head uses, if it has no own, and the version of its weights.
-        self._borrowed_from: tuple[ref[Any], int] | None = None
+        # The model whose output matrix the head uses, if it has no own, and what tells the version of its weights.
+        self._borrowed_from: tuple[ref[Any], ref[Any], int] | None = None
         self._graphs = DraftGraphs()
         self._prepared_for: torch.device | None = None  # where its packed layers run
 
@@ -117,16 +117,17 @@ class HeadProposer(TreeProposer):
         if self._prepared_for not in (None, target.device):
             raise ValueError(f"this proposer was prepared for {self._prepared_for}, not {target.device}; load it again")
         self.head.to(target.device)
-        head, before, now = self.head, self._borrowed_from, (ref(target.source or target.model), target.read_version())
+        head, before = self.head, self._borrowed_from
+        now = ref(target.given_model or target.model), ref(target.watch), target.read_version()
         if head.output != "target" or (head.borrowed is not None and before == now):
             return
         matrix = target.output_matrix
-        if not (head.outputs and torch.equal(head.borrowed, head.drafted_rows(matrix).to(head.borrowed))):
-            if head.outputs and (before is None or before[0] != now[0]):
-                raise ValueError("this proposer was prepared for another target's output matrix; load it again")
+        if not head.outputs or (before is not None and before[0] == now[0]):  # new, or the same model has changed
             head.borrow(matrix, target.output_bias)
             if head.outputs:
                 head.outputs, self._graphs = pack_outputs(head), DraftGraphs()
+        elif not torch.equal(head.borrowed, head.drafted_rows(matrix).to(head.borrowed)):
+            raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = now
 
     @torch.no_grad()

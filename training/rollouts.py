@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from itertools import groupby
 from types import FunctionType
@@ -45,7 +46,7 @@ class Rollouts:
     Answers are sampled in the dtype of the model's weights, without autocast, and in evaluation mode. They are the same
     for the same `seed` of the trainer's arguments at the same step, with every deterministic proposer. metrics: of the
     last call, under verl's names: the accepted share of draft tokens, tau, and the share of decoding time that drafts
-    saved, by the cost curve. TRL's trainers log them.
+    saved, by the cost curve. GRPOTrainer and RLOOTrainer log them.
 
     Raises ValueError for a model that cannot be a target, for settings of generation that it does not know, and for
     images; the error of an answer that failed.
@@ -73,7 +74,7 @@ class Rollouts:
         prompts: texts or conversations. Log-probabilities are those of the trainer's own pass: at its temperature,
         before top-k, top-p and penalties.
         """
-        answers = self.answer(_encode(prompts, trainer), trainer, trainer.generation_config)
+        answers = self.answer(_encode(prompts, trainer), trainer, trainer.generation_config, log_probs=True)
         return {
             "prompt_ids": [answer.prompt for answer in answers],
             "completion_ids": [answer.tokens for answer in answers],
@@ -81,7 +82,13 @@ class Rollouts:
         }
 
     def attach(self, trainer: Any) -> None:
-        """Let `generate` of the trainer's model answer like this. Undone by `del trainer.model.generate`."""
+        """Let `generate` of the trainer's model answer like this. Undone by `del trainer.model.generate`.
+
+        Raises ValueError if the trainer generates in another way.
+        """
+        for name in ("use_vllm", "use_transformers_continuous_batching"):
+            if getattr(trainer, name, False) is True:
+                raise ValueError(f"with {name}, the trainer does not call generate; leave {name} out")
 
         def generate(
             input_ids: Tensor,
@@ -100,19 +107,38 @@ class Rollouts:
 
         trainer.model.generate = generate
 
-    def answer(self, prompts: Sequence[Sequence[int]], trainer: Any, config: GenerationConfig) -> list[Answer]:
-        """An answer to each prompt, which is a list of token ids. config: how transformers would generate it."""
-        sampling = _read_sampling(config, self._next_seed(trainer))
+    def answer(
+        self, prompts: Sequence[Sequence[int]], trainer: Any, config: GenerationConfig, log_probs: bool = False
+    ) -> list[Answer]:
+        """An answer to each prompt, which is a list of token ids.
+
+        config: how transformers would generate it; its model's own config stands in for what is None. log_probs: those
+        of the tokens are wanted.
+        """
         model = unwrap(trainer.model)
+        config = _fill(config, model)
+        sampling, ends = _read_sampling(config, self._next_seed(trainer)), config.eos_token_id
         with _evaluating(model):
             engine = self._follow(model)
-            ends = config.eos_token_id
-            settings = {"max_new_tokens": config.max_new_tokens, "text": False, "nodes": self.nodes, "log_probs": 0}
-            settings["stop_ids"] = [] if ends is None else ends
-            requests = read_requests(engine.target, prompts, sampling=sampling, **settings)
+            ends = [ends] if isinstance(ends, int) else ends or []
+            requests = read_requests(
+                engine.target,
+                prompts,
+                sampling=sampling,
+                max_new_tokens=config.max_new_tokens,
+                stop_ids=[end for end in ends if 0 <= end < engine.target.vocabulary],  # a model's -1 means none
+                nodes=self.nodes,
+                text=False,
+                log_probs=0 if log_probs else None,
+            )
             for request in requests:
                 request.log_probs_at = sampling.temperature or 1.0
-            self.metrics = _run(engine, requests)
+            try:
+                self.metrics = _run(engine, requests)
+            except BaseException:
+                engine.close()
+                self._engine = None
+                raise
         for mode in getattr(trainer, "_metrics", {}).keys() & {"train" if trainer.model.training else "eval"}:
             for name, value in self.metrics.items():
                 trainer._metrics[mode][name].append(value)
@@ -128,16 +154,18 @@ class Rollouts:
 
     def _follow(self, model: PreTrainedModel) -> Engine:
         """The engine, for the weights as they are now."""
-        if self._engine is not None and self._model is model:
-            try:
-                self._engine.target.weights_changed()
-                return self._engine
-            except ValueError:  # another form: a new target is made
-                self._engine.close()
+        engine, self._engine = self._engine, None
+        if engine is not None and self._model is model:
+            with suppress(ValueError):  # if it has another form, a new target is made
+                engine.target.weights_changed()
+                self._engine = engine
+                return engine
+        if engine is not None:
+            engine.close()
+        del engine  # and its copy of the weights
         target = Target(model, accelerate=self.accelerate)
         given = self.proposer(target) if isinstance(self.proposer, FunctionType | partial) else self.proposer
         proposer = as_proposer(given, target)
-        target.warm_up(self.rows)
         self._engine, self._model = Engine(target, proposer, rows=self.rows, nodes=self.nodes), model
         return self._engine
 
@@ -149,11 +177,13 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
     while engine.is_busy:
         for _, group in groupby(engine.step(), lambda chunk: id(chunk.stats.seconds)):  # of one pass
             chunks = [*group]
-            rows, seconds = len(chunks), chunks[0].stats.seconds
-            nodes = 1 + sum(chunk.stats.nodes for chunk in chunks) / rows
-            tokens = sum(len(chunk.tokens) for chunk in chunks) / rows
+            rows, seconds, sizes = len(chunks), chunks[0].stats.seconds, [chunk.stats.nodes for chunk in chunks]
+            nodes = 1 + (sum(sizes) / rows if engine.target.passes_flat else max(sizes))
+            cost = engine.target.cost_curve(rows)(nodes) if nodes > 1 else 1.0
             total += seconds.total
-            plain += tokens * (seconds.total - seconds.proposer) / engine.target.cost_curve(rows)(nodes)
+            plain += sum(len(chunk.tokens) for chunk in chunks) / rows * (seconds.total - seconds.proposer) / cost
+    if engine.prefixes is not None:  # the next step of training makes them void
+        engine.prefixes.clear()
     for request in requests:
         stats.add(request.stats)
     accepted = sum(stats.accepted_by_depth) / max(stats.nodes, 1)
@@ -167,13 +197,31 @@ def _read_answer(request: Request) -> Answer:
     return request.answer
 
 
+def _fill(config: GenerationConfig, model: PreTrainedModel) -> GenerationConfig:
+    """A config with the model's own settings in place of None, and then transformers' defaults, as in `generate`."""
+    filled = deepcopy(config)
+    for settings in (vars(model.generation_config), _usual_settings()):
+        for name, value in settings.items():
+            if name[0] != "_" and getattr(filled, name, None) is None:
+                setattr(filled, name, value)
+    return filled
+
+
+def _usual_settings() -> dict[str, Any]:
+    """What transformers takes for None; older versions have no such settings."""
+    found: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    return found
+
+
 def _read_sampling(config: GenerationConfig, seed: int) -> Sampling:
     """Raises ValueError for settings that are not honoured."""
-    usual = GenerationConfig()
+    usual = vars(GenerationConfig()) | _usual_settings()
     for name, value in vars(config).items():
         is_known = name in HONOURED or name in WITHOUT_EFFECT or name.startswith("_")
-        if not is_known and value is not None and value != getattr(usual, name, None):
+        if not is_known and value and value != usual.get(name):
             raise ValueError(f"rollouts cannot honour {name}={value!r} of the generation config; leave it out")
+    if config.max_new_tokens is None:
+        raise ValueError("rollouts need max_new_tokens in the generation config; max_length is not read")
     penalty = config.repetition_penalty
     processors = [] if penalty in (None, 1.0) else [RepetitionPenaltyLogitsProcessor(penalty)]
     if not config.do_sample:

@@ -42,7 +42,7 @@ OPTIONS: dict[str, Any] = {  # Inductor's
 }
 # Attributes that do not change what a module computes: those of every module, a layer's number, a merged layer's input,
 # what a packed layer was made from.
-STATE = {*vars(nn.Module()), "layer_idx", "number", "_last", "_sources"} - {"training"}
+STATE = {*vars(nn.Module()), "layer_idx", "number", "_last", "_live"} - {"training"}
 
 
 class LayerCall(NamedTuple):

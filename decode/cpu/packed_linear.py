@@ -21,8 +21,8 @@ from decode.devices.transfer import waits
 from decode.weights.blocks import StoredLayer, Weight
 from decode.weights.layers import (
     BAD_WEIGHT,
+    LiveWeights,
     PackedLayer,
-    Sources,
     find_bad_weight,
     join_biases,
     join_linears,
@@ -88,7 +88,7 @@ class PackedLinear(PackedLayer):
         self.in_features, self.out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
         self.dtype, bias = linears[0].weight.dtype, join_biases(linears)
         self.packed = nn.Buffer(_pack(linears), persistent=False)
-        self._sources = Sources(linears)
+        self._live = LiveWeights(linears)
         self._packed_for, self._can_run = self.dtype, True
         self.bias = None if bias is None else nn.Buffer(bias, persistent=False)
         self.eval()
@@ -126,9 +126,9 @@ class PackedLinear(PackedLayer):
     def dense_weight(self) -> Tensor:
         return self.rows(torch.arange(self.out_features))
 
-    @torch.no_grad()
-    def renew(self) -> bool:
-        if not (linears := self._sources.find_written()):
+    @torch.inference_mode()  # the target may have been made in it
+    def repack(self) -> bool:
+        if not (linears := self._live.find_written()):
             return True
         packed = _pack(linears)
         if packed.shape != self.packed.shape:  # weights that bfloat16 holds exactly take half the memory
@@ -217,7 +217,7 @@ class OneDnnLinear(PackedLayer):
         super().__init__()
         self.in_features, self.out_features = linears[0].in_features, sum(each.out_features for each in linears)
         self.dtype = linears[0].weight.dtype
-        self._sources = Sources(linears)
+        self._live = LiveWeights(linears)
         self._pack(linears)
         self.eval()
 
@@ -226,8 +226,8 @@ class OneDnnLinear(PackedLayer):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), LAYOUT_ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach()
 
-    def renew(self) -> bool:
-        if linears := self._sources.find_written():
+    def repack(self) -> bool:
+        if linears := self._live.find_written():
             self._pack(linears)
         return True
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,6 +46,7 @@ from decode.trees.processors import copy_processor
 
 # The targets of each model by `accelerate`. One that uses the model itself is kept without it.
 _TARGETS: WeakKeyDictionary[PreTrainedModel, dict[str, Target]] = WeakKeyDictionary()
+_FINDING = RLock()  # held while a target is looked for or made
 
 
 def speculate(
@@ -68,8 +70,8 @@ def speculate(
     reproducible by `torch.manual_seed`. Rows also end at the model's context length.
 
     proposer, nodes, grammar: as in `decode.stream`; a grammar needs `tokenizer`, as `stop_strings` do. accelerate,
-    deterministic: as in `Target`. The accelerated copy is kept until the model's weights or adapters change
-    (`Target.read_version`). Hooks that are added later are not noticed. The model is tested once and never changed.
+    deterministic: as in `Target`. The accelerated copy is kept, and follows the model's weights and adapters
+    (`Target.weights_changed`). Hooks that are added later are not noticed. The model is tested once and never changed.
 
     Logits processors and stopping criteria see one row at a time, with its padding, and no token after the row's end.
     A single row has the objects themselves. In a batch each row has a deep copy of yours, with its own row of the
@@ -159,25 +161,26 @@ def _collect(
 
 
 def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | CostCurve) -> Target:
-    """The model as a target. A new one is made, and tested, if the model is new or has changed too much."""
-    targets = _TARGETS.setdefault(model, {})
-    target = copy(targets[accelerate]) if accelerate in targets else None
-    if target is not None:
-        target.model = model if target.model is None else target.model
-    if target is None or not _is_current(target):
-        targets.pop(accelerate, None)  # not to be used, whatever happens while it is made anew
-        target = _renew(target) or Target(model, accelerate=accelerate)
-        kept = targets[accelerate] = copy(target)
-        if kept.model is model:
-            kept.model = None  # otherwise the dictionary's value would keep its key alive
+    """The model as a target. If the model is new or has changed, it is made, or made anew, and tested."""
+    with _FINDING:
+        targets = _TARGETS.setdefault(model, {})
+        target = copy(targets[accelerate]) if accelerate in targets else None
+        if target is not None:
+            target.model = model if target.model is None else target.model
+        if target is None or not _is_current(target):
+            targets.pop(accelerate, None)  # not to be used, whatever happens while it is made anew
+            target = _follow(target) or Target(model, accelerate=accelerate)
+            kept = targets[accelerate] = copy(target)
+            if kept.model is model:
+                kept.model = None  # otherwise the dictionary's value would keep its key alive
     if deterministic:
         target = copy(target)
         target.costs = Costs(deterministic)
     return target
 
 
-def _renew(target: Target | None) -> Target | None:
-    """A target of changed weights; None if that cannot be made from the earlier one."""
+def _follow(target: Target | None) -> Target | None:
+    """A target whose model's weights have changed, with what follows from the new ones; None if it must be another."""
     with suppress(ValueError):
         if target is not None:
             target.weights_changed()

@@ -45,7 +45,7 @@ class Limits:
 
 
 class LogProbs(NamedTuple):
-    """Log-probabilities of the model at one place, before all sampling settings.
+    """Log-probabilities of the model at one place, before all sampling settings (but `Request.log_probs_at`).
 
     chosen: that of the token in the answer. best: those of the most likely tokens by id, best first.
     """

@@ -39,14 +39,14 @@ class PackedLayer(nn.Module, ABC):
         """The weight [N, K]."""
 
     @abstractmethod
-    def renew(self) -> bool:
+    def repack(self) -> bool:
         """Pack the weights and biases that it was made from again, in place.
 
         Nothing is done if they are gone, or lie in blocks. Returns whether they still take as much memory as before.
         """
 
 
-class Sources:
+class LiveWeights:
     """The weights and biases of linear layers, as long as someone else uses them."""
 
     def __init__(self, linears: Sequence[nn.Linear | StoredLayer]) -> None:
@@ -71,8 +71,8 @@ class Sources:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At least `SAMPLES` elements of a tensor, if it has so many, evenly spread."""
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)].clone()
+    """Some `SAMPLES` elements of a tensor, evenly spread over its rows and columns."""
+    return tensor.detach().flatten()[:: tensor.numel() // SAMPLES | 1].clone()  # an odd stride meets many columns
 
 
 def find_bad_weight(module: nn.Module) -> str | None:

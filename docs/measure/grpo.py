@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -100,7 +101,7 @@ def train(rollouts: Rollouts | None, options: argparse.Namespace) -> dict[str, A
     kept = ("rollout/spec_accept_length", "rollout/spec_accept_rate", "rollout/time_saved", "completions/mean_length")
     means = {name: sum(each[name] for each in logs[late]) / len(logs[late]) for name in kept if name in logs[0]}
     summary = {"generation s": sum(seconds), "after the first": sum(seconds[1:]), "training s": lasted}
-    summary |= {"first rewards": sum(rewards[:10]) / 10, "last rewards": sum(rewards[late]) / 10}
+    summary |= {"first rewards": fmean(rewards[:10]), "last rewards": fmean(rewards[late])}
     return summary | means | {"steps": {"rewards": rewards, "seconds": seconds, "logs": logs}}
 
 

@@ -42,8 +42,9 @@ class AnswerStore:
     """Answers of earlier requests, for any number of proposers and threads.
 
     capacity: tokens that are kept, at 28 bytes each. The oldest answers go first; one that is given again is new again.
-    by_prompt: an answer is only found for the prompt that it was given to, from its first token on. For prompts that
-    come again, as in training. Such a store cannot be saved.
+    by_prompt: an answer is only found for the prompt that it was given to, but for collisions of hashes, and from its
+    first token on: the prompt's last `LONGEST_MATCH` tokens are kept before it. For prompts that come again, as in
+    training. Such a store cannot be saved.
     """
 
     def __init__(self, capacity: int = 1 << 20, *, by_prompt: bool = False) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -164,12 +165,14 @@ def test_a_wrapped_forward_and_the_mode_of_each_module_come_back() -> None:
     [
         ({"num_beams": 4}, r"cannot honour num_beams=4 of the generation config; leave it out"),
         ({"min_new_tokens": 3}, r"cannot honour min_new_tokens=3"),
+        ({"max_new_tokens": None, "max_length": 50}, r"need max_new_tokens in the generation config; max_length"),
         ({"temperature": -1.0}, r"temperature is -1.0"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, Any], error: str) -> None:
     trainer = make_trainer(make_model())
     trainer.generation_config.update(**settings)
+    trainer.model.generation_config.update(max_new_tokens=None)
     with pytest.raises(ValueError, match=error):
         Rollouts(None)(PROMPTS, trainer)
     assert trainer.model.training
@@ -215,3 +218,38 @@ def test_a_store_by_prompt_drafts_earlier_answers_from_their_first_token_on() ->
     assert not store.find(prompts[0], store.key_of(prompts[1])) and not store.find(prompts[0])
     with pytest.raises(ValueError, match="keeps no prompts"):
         store.save("answers")
+
+
+def test_the_models_own_settings_stand_in_for_none() -> None:
+    trainer = make_trainer(make_model(), do_sample=True)
+    trainer.generation_config.top_k = None
+    trainer.model.generation_config.top_k = 1
+    (sampled,) = Rollouts(None)(PROMPTS[:1], trainer)["completion_ids"]
+    trainer.generation_config.do_sample, trainer.generation_config.top_k = False, 50
+    assert Rollouts(None)(PROMPTS[:1], trainer)["completion_ids"] == [sampled], "top-k of 1 is greedy decoding"
+    trainer.model.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(ValueError, match="cannot honour no_repeat_ngram_size=2"):
+        Rollouts(None)(PROMPTS[:1], trainer)
+
+
+@pytest.mark.parametrize("name", ["use_vllm", "use_transformers_continuous_batching"])
+def test_trainers_that_generate_in_another_way_are_refused(name: str) -> None:
+    trainer = make_trainer(make_model())
+    setattr(trainer, name, True)
+    with pytest.raises(ValueError, match=f"with {name}, the trainer does not call generate"):
+        Rollouts(None).attach(trainer)
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of packing, and of a step: the next call answers with the weights as they are."""
+    trainer = make_trainer(make_model(torch.float32))
+    rollouts = Rollouts("merged", accelerate="packed")
+    rollouts(PROMPTS, trainer)
+    for place in ("decode.cpu.packed_linear._pack", "decode.loop.find_log_probs"):
+        step(trainer)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(place, Mock(side_effect=KeyboardInterrupt))
+            rollouts(PROMPTS, trainer)
+        assert all(each.training for each in trainer.model.modules())
+        trainer.state.global_step += 1
+        assert rollouts(PROMPTS, trainer)["completion_ids"] == Rollouts(None)(PROMPTS, trainer)["completion_ids"]

@@ -234,13 +234,15 @@ def test_a_copy_that_failed_to_be_made_is_not_replaced_by_an_old_one(monkeypatch
     assert living.answer() == tell_text(living.model)
 
 
-def test_threads_that_generate_after_a_change_all_notice() -> None:
+@pytest.mark.parametrize("way", ["a weight", "another parameter"])
+def test_threads_that_generate_after_a_change_all_notice(way: str) -> None:
     living = Living(make_model(7, torch.float32), "packed", "speculate")
     living.answer()
-    WAYS["a weight"](living.model)
+    WAYS[way](living.model)
     with ThreadPoolExecutor(3) as pool:
         texts = [*pool.map(lambda _: living.answer(), range(3))]
     assert texts == [tell_text(living.model)] * 3
+    assert living.answer() == texts[0]
 
 
 @pytest.mark.parametrize("mode", ["off", "packed"])
@@ -367,8 +369,65 @@ def test_a_packed_head_takes_the_new_output_matrix_of_its_target_alone() -> None
     for _ in range(2):
         assert generate(target, PROMPT, proposer, **SETTINGS)[0].tokens == tell_text(model)
         assert torch.equal(proposer.head.borrowed, target.output_matrix)
+        states = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+        expected = states @ target.output_matrix.T
+        torch.testing.assert_close(proposer.head.outputs[0](states), expected, rtol=0.05, atol=0.05)
         step_optimizer(model)
         target.weights_changed()
     other = Target(make_model(13, torch.float32), accelerate="packed")
     with pytest.raises(ValueError, match="prepared for another target's output matrix; load it again"):
         generate(other, PROMPT, proposer, **SETTINGS)
+
+
+def test_weights_that_a_target_failed_to_follow_are_followed_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(14, torch.float32)
+    target = Target(model, accelerate="packed")
+    packing, testing = "decode.cpu.packed_linear._pack", "decode.target.self_test"
+    for place, way in ((packing, "a weight"), (packing, "another parameter"), (testing, "another norm")):
+        WAYS[way](model)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(place, Mock(side_effect=KeyboardInterrupt))
+            target.weights_changed()
+        target.weights_changed()
+        assert generate(target, PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
+
+
+def test_a_target_made_in_inference_mode_follows_outside_of_it() -> None:
+    model = make_model(15, torch.float32)
+    with torch.inference_mode():
+        target = Target(model, accelerate="packed")
+    step_optimizer(model)
+    target.weights_changed()
+    assert generate(target, PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
+
+
+def test_a_column_that_is_written_through_data_is_seen() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    target = Target(model, accelerate="packed")
+    layer(model).mlp.up_proj.weight.data[:, 3] = 5
+    target.weights_changed()
+    assert generate(target, PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
+
+
+def test_a_packed_model_with_other_tensors_is_to_be_loaded_again() -> None:
+    target = Target.take_over(make_model(16, torch.float32), accelerate="packed")
+    WAYS["another norm"](target.model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"other tensors or modules than before; load it again: Target.load"):
+            target.weights_changed()
+
+
+def test_steps_of_earlier_weights_are_not_taken_over() -> None:
+    """A GPU's graphs read the tensors that they were captured with."""
+    model = make_model(17, torch.float32)
+    target = Target(model, accelerate="packed")
+    session, steps = target.open(1), Mock()
+    session.steps = steps
+    WAYS["another norm"](model)
+    target.weights_changed()
+    session.close()
+    assert target.idle_steps == []
+    session = target.open(1)
+    session.steps = steps
+    session.close()
+    assert target.idle_steps == [steps]
