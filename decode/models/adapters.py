@@ -6,7 +6,9 @@ peft is an extra, so it is imported where it is needed.
 from __future__ import annotations
 
 import json
+import os
 import warnings
+from collections import Counter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 from decode.models.default_model import NAME
 from decode.weights.gguf.description import is_installed
 
+PLAIN = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"  # in an adapter's config
 DEFAULT_BASE = f"draftless:{NAME}"  # as the base: the default model, whose file is elsewhere on another machine
@@ -39,21 +42,33 @@ def name_base(name: str | None) -> str:
     """What the config of an adapter calls its base model, which was loaded by this name."""
     if name is None:
         return DEFAULT_BASE
-    return str(Path(name).resolve()) if Path(name).exists() else name
+    return os.path.abspath(name) if Path(name).exists() else name  # links stay: those of the hub's cache have no suffix
 
 
 def find_base(folder: Path) -> str | None:
-    """The name of the model that an adapter is for; None is the default model. Raises ValueError if it names none."""
-    base = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get(BASE)
+    """The name of the model that an adapter is for; None is the default model.
+
+    Raises ValueError if it names none, or a revision of it.
+    """
+    config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    base, revision = config.get(BASE), config.get("revision")
+    if revision not in (None, "main"):
+        raise ValueError(f"its base model is revision {revision!r} of {base}; download that, and name its folder there")
     if not base or Path(base).resolve() == folder.resolve():
         raise ValueError(f"its {ADAPTER} must name the base model in {BASE}")
     return None if base == DEFAULT_BASE else str(base)
 
 
 def wrap(model: PreTrainedModel, config: Any) -> Any:
-    """A `peft.PeftModel` around a model, whose layers get new adapters by a config of peft. The model stays frozen."""
-    from peft import PeftModel
+    """A `peft.PeftModel` around a model, whose layers get new adapters by a config of peft. The model stays frozen.
 
+    Raises ValueError if it has adapters already, as transformers adds those of a hub's repository.
+    """
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError("the model has adapters already; merge them first, or download their folder and name it")
     with warnings.catch_warnings():  # peft asks for what transformers renames
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return PeftModel(model, config)
@@ -82,19 +97,37 @@ def merge_adapters(adapted: Any) -> PreTrainedModel:
     """The model in a `peft.PeftModel` with its adapters merged into the weights, in place.
 
     Sums are in float64 and are rounded to float32, then to the weight's format. So weights and fingerprint depend
-    neither on the device nor on the order of a sum. Raises ValueError for a quantized or offloaded layer.
+    neither on the device nor on the order of a sum. Embeddings that are tied stay so unless one of them has an adapter.
+
+    Raises ValueError for a quantized or offloaded layer.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    owners = Counter(
+        id(each) for module in adapted.modules() for each in module._parameters.values() if each is not None
+    )
     for name, layer in list(adapted.named_modules()):
         if not isinstance(layer, BaseTunerLayer):
             continue
-        weights = [*layer.get_base_layer().parameters()]
-        if not all(type(each) is nn.Parameter and each.is_floating_point() and not each.is_meta for each in weights):
+        base: Any = layer.get_base_layer()
+        weights = [*base.parameters()]
+        is_plain = [type(each) is nn.Parameter and each.dtype in PLAIN and not each.is_meta for each in weights]
+        if not is_plain or not all(is_plain):
             raise ValueError(f"no adapter can be merged into {name}, which is quantized or offloaded")
+        if owners[id(weights[0])] > 1:  # tied embeddings: the adapter is for this layer alone
+            base.weight = nn.Parameter(base.weight.clone(), requires_grad=False)
         dtype = weights[0].dtype
         layer.double()
         layer.merge()
-        layer.float().to(dtype)
+        base.float().to(dtype)
     model: PreTrainedModel = adapted.unload()
+    _untie(model)
     return model.eval()
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Let the config say so if input and output embeddings are no longer the same."""
+    ends = [getattr(each, "weight", None) for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+    if all(each is not None for each in ends) and ends[0] is not ends[1]:
+        for config in (model.config, model.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False

@@ -115,13 +115,13 @@ def _load_adapted(folder: Path, dtype: Any, device_map: Any) -> tuple[PreTrained
     base = find_base(folder)
     place = str(default_model() if base is None else base)
     try:
-        is_gguf = not is_adapter(place) and find_gguf(place) is not None
-        # Blocks hold more than half precision does. Rounded after merging, they give the fingerprint of float32.
-        model, tokenizer = _load_place(place, torch.float32 if is_gguf else dtype, device_map, in_blocks=False)
+        # These hold more than half precision does. Rounded after merging, they give the fingerprint of float32.
+        is_exact = is_adapter(place) or find_gguf(place) is not None
+        model, tokenizer = _load_place(place, torch.float32 if is_exact else dtype, device_map, in_blocks=False)
     except Exception as error:  # each file format has errors of its own
         raise ValueError(f"its base model {place!r} cannot be loaded: {_explain(error, place)}") from error
     model = apply_adapter(model, folder)
-    if is_gguf and dtype != "auto":
+    if is_exact and dtype != "auto":
         model = model.to(dtype)
     model.name_or_path = model.config.name_or_path = str(folder)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()

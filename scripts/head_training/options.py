@@ -225,9 +225,7 @@ class TrainOptions:
         if self.init is None:
             raise ValueError("--joint needs a trained head: train one without --joint first, then name it with --init")
         if self.cache is not None:
-            raise ValueError(
-                "--joint computes the features anew in each step, since the model changes; leave out --cache"
-            )
+            raise ValueError("--joint recomputes the features in each step, since the model changes; leave out --cache")
         if self.dtype == "bfloat16":
             raise ValueError("--joint trains in float32; leave out --dtype")
 

@@ -130,3 +130,30 @@ def test_offloaded_layers_are_refused() -> None:
         ValueError, match=r"merged into .*layers\.1\.self_attn\.q_proj, which is quantized or offloaded"
     ):
         merge_adapters(model)
+
+
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_one_of_two_tied_embeddings_unties_them(
+    save_model: Callable[..., Path], tmp_path: Path, end: str
+) -> None:
+    base = save_model(dtype=torch.float32, tie_word_embeddings=True)
+    adapted = adapt(base, tmp_path, target_modules=["q_proj", end])
+    target = Target.load(tmp_path)
+    torch.testing.assert_close(read(target.model), read(adapted), rtol=1e-3, atol=1e-4)
+    assert not target.config.tie_word_embeddings
+    assert not torch.allclose(target.output_matrix, target.embedding_matrix, atol=1e-2)
+
+
+def test_a_revision_of_the_base_and_adapters_on_adapters_are_refused(
+    save_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    adapt(save_model(dtype=torch.float32), tmp_path)
+    config = json.loads((tmp_path / ADAPTER).read_text())
+    (tmp_path / ADAPTER).write_text(json.dumps(config | {"revision": "abc"}))
+    with pytest.raises(ValueError, match=r"its base model is revision 'abc' of .*; download that"):
+        load_model(tmp_path)
+    settings = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = tiny("llama")
+    wrap(model, settings)
+    with pytest.raises(ValueError, match="the model has adapters already; merge them first"):
+        wrap(model, settings)
