@@ -153,14 +153,20 @@ class Target:
         Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
         target has copies of weights that have changed.
         """
-        version, changes = self.watch.look(deep), self.watch.changes
-        holds_places = self.has_graphs or not self._shares_all
-        if changes and (self.is_packed or (MOVED in changes and holds_places)):
+        version = self.watch.look(deep)
+        if self._has_old_copies:
             raise ValueError(
                 "the model's weights have changed, and this target has copies of earlier ones; call "
                 "target.weights_changed() before the next step"
             )
         return version
+
+    @property
+    def _has_old_copies(self) -> bool:
+        """Whether it has copies of earlier weights, or graphs that read earlier tensors."""
+        changes = self.watch.changes
+        holds_places = self.has_graphs or not self._shares_all
+        return bool(changes) and (self.is_packed or (MOVED in changes and holds_places))
 
     @property
     def given_model(self) -> PreTrainedModel | None:
@@ -171,7 +177,7 @@ class Target:
         """Make anew what was computed from the model's weights. Call it after changing them, while no step runs.
 
         Packed copies of tensors that were written in place, by an optimizer for example, are written in place too. If
-        there are other tensors, modules or adapters, all is made as when the target was. Requests that run end with
+        there are other tensors, modules or adapters, all copies are made anew. Requests that run end with
         "error", and texts that engines have kept are dropped.
 
         Raises ValueError if the model is gone, in training mode, or has another form, and for other tensors of a model
@@ -188,8 +194,9 @@ class Target:
             if has_moved and self.is_packed and self._shares_all:
                 raise ValueError("a packed model has other tensors or modules than before; load it again: Target.load")
             if changes:
-                changes.add(MOVED)  # if this ends early, all is made anew the next time
                 self._fingerprint = None
+            if self._has_old_copies:
+                changes.add(MOVED)  # if this ends early, all is made anew the next time
                 packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
                 if has_moved or not all(each.repack() for each in packed):
                     own, mode = _copy_for(model, self.accelerate)

@@ -157,9 +157,14 @@ class DraftBudget:
         self.rate = max(self._drafting_rate, 1.0)
 
     @property
+    def node_cost(self) -> float:
+        """The tokens that the time of a further node would bring elsewhere, where nodes cost least."""
+        return self.rate * self._node_time
+
+    @property
     def least_worth(self) -> float:
         """The probability below which no node is worth its time, even where nodes cost least."""
-        return self.rate * self._node_time / self.acceptance_ratio
+        return self.node_cost / self.acceptance_ratio
 
     def is_worth_more(self, nodes: float, p: float) -> bool:
         """Whether a tree may grow beyond so many nodes: whether any larger size is worth its time, if each further node
@@ -244,7 +249,7 @@ class DraftBudget:
         right: of each path's next token, the probability that it is right. Those that are worth the time of a node
         count. rows: that the paths are of; or 1, where they are of an average row.
         """
-        gains = (self.acceptance_ratio * p - self.rate * self._node_time for p in right)
+        gains = (self.acceptance_ratio * p - self.node_cost for p in right)
         return sum(gain for gain in gains if gain > 0) > rows * self.rate * self.level_time
 
     def choose_depth(self, most: int) -> int:

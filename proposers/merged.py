@@ -182,8 +182,7 @@ class MergedProposer:
         budget, unknown = self.draft_budget, sum(tree.root.unknown for tree in trees) / len(trees)
         costs, gain, unread = budget.rate * budget.level_time, 0.0, drafter.unread
         if self.adaptive:
-            further = budget.acceptance_ratio * budget.least_worth  # what a node costs
-            if not self._drafter_worth.is_worth_it(unknown, costs, further, unread, max(step.room)):
+            if not self._drafter_worth.is_worth_it(unknown, costs, budget.node_cost, unread, max(step.room)):
                 return expected, grown, 0
             gain = budget.find_gain(expected)
         while level < deepest and any(paths):

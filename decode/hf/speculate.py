@@ -6,7 +6,6 @@ Shapes: B rows, L columns of the prompts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -167,31 +166,21 @@ def _find_target(model: PreTrainedModel, accelerate: str, deterministic: bool | 
         target = copy(targets[accelerate]) if accelerate in targets else None
         if target is not None:
             target.model = model if target.model is None else target.model
-        if target is None or not _is_current(target):
-            targets.pop(accelerate, None)  # not to be used, whatever happens while it is made anew
-            target = _follow(target) or Target(model, accelerate=accelerate)
-            kept = targets[accelerate] = copy(target)
-            if kept.model is model:
-                kept.model = None  # otherwise the dictionary's value would keep its key alive
+        if target is None or not _follows(target):
+            target = Target(model, accelerate=accelerate)
+        kept = targets[accelerate] = copy(target)
+        if kept.model is model:
+            kept.model = None  # otherwise the dictionary's value would keep its key alive
     if deterministic:
         target = copy(target)
         target.costs = Costs(deterministic)
     return target
 
 
-def _follow(target: Target | None) -> Target | None:
-    """A target whose model's weights have changed, with what follows from the new ones; None if it must be another."""
-    with suppress(ValueError):
-        if target is not None:
-            target.weights_changed()
-            return target
-    return None
-
-
-def _is_current(target: Target) -> bool:
-    """Whether a target is still right for its model."""
+def _follows(target: Target) -> bool:
+    """Whether a target is right for its model as it is now. Its copies of changed weights are made anew."""
     try:
-        target.read_version(deep=True)
+        target.weights_changed()
     except ValueError:
         return False
     return True
