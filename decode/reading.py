@@ -36,7 +36,7 @@ class Reading:
     ) -> None:
         self.requests, self.seconds, call = requests, Seconds(), requests[0].call
         self._inputs = None if call is None else call.find_inputs([request.request_id for request in requests])
-        prompts, self.rows = [request.prompt for request in requests], [*range(len(requests))]
+        prompts, self.rows = [request.sequence for request in requests], [*range(len(requests))]
         if self._inputs is None:
             prompts, self.rows = find_unique(prompts)
         self._count = len(prompts)
@@ -46,7 +46,7 @@ class Reading:
             if text is not None:
                 self.session.copy_from(text.session, row, text.row, len(text.tokens))
         for request, row in zip(requests, self.rows, strict=True):
-            request.stats.reused = self.session.lengths[row]
+            request.stats.reused += self.session.lengths[row]
         self._unread = [prompt[length:] for prompt, length in zip(prompts, self.session.lengths, strict=True)]
         if self._inputs is not None:
             self._unread = self._inputs.begin(self.session)

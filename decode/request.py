@@ -37,6 +37,7 @@ class Request:
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
     log_probs_at: the temperature of these.
     grammar: what its answer must look like; None: anything.
+    follow_weights: go on under new weights if the model's change; otherwise it ends with "error".
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
     is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. engine: it was added to it.
     call: the `generate` call of transformers that it belongs to (`decode.hf.call`).
@@ -52,6 +53,7 @@ class Request:
     log_probs: int | None = None
     log_probs_at: float = 1.0
     grammar: Constraint | None = None
+    follow_weights: bool = False
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
     finish: str | None = None
@@ -213,6 +215,7 @@ def read_requests(
     text: bool = True,
     log_probs: int | None = None,
     grammar: AnyGrammar = None,
+    follow_weights: bool = False,
     is_alone: bool = False,
     sampled: bool = False,
 ) -> list[Request]:
@@ -222,7 +225,7 @@ def read_requests(
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
     target.read_version()  # a prompt must be checked against the model as it is
-    _check_kinds(sampling, chat, text)
+    _check_kinds(sampling, chat, text=text, follow_weights=follow_weights)
     nodes = NODES if nodes is None else read_nodes(nodes)
     log_probs = None if log_probs is None else read_whole(log_probs, "log_probs", 0)
     if log_probs is not None and log_probs > target.vocabulary:
@@ -249,7 +252,7 @@ def read_requests(
         stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
         own = None if make is None else Constraint(partial(make, request_id), target.vocabulary)
         of = target.context, stream, sampling, nodes, log_probs
-        requests.append(Request(request_id, prompt, limits, *of, grammar=own))
+        requests.append(Request(request_id, prompt, limits, *of, grammar=own, follow_weights=follow_weights))
     return requests
 
 
@@ -285,14 +288,15 @@ def _encode(target: Target, request_id: int, prompt: Prompt, chat: bool | None) 
     return tokens
 
 
-def _check_kinds(sampling: Any, chat: Any, text: Any) -> None:
+def _check_kinds(sampling: Any, chat: Any, **switches: Any) -> None:
     if not isinstance(sampling, Sampling | None):
         call = "Sampling(temperature=0.7)"
         raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
     if not isinstance(chat, bool | None):
         raise TypeError(f"chat is {chat!r}; it is True, False or None")
-    if not isinstance(text, bool):
-        raise TypeError(f"text is {text!r}; it is True or False")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it is True or False")
 
 
 def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:

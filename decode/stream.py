@@ -5,18 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 from decode.arguments import naming_arguments
-from decode.engine import WHOLE, Engine
-from decode.given_proposer import check_proposer
+from decode.engine import Engine
 from decode.grammars.grammar import AnyGrammar
-from decode.proposer import Proposer, find_member
+from decode.proposer import GivenProposer, as_proposer, check_proposer, find_member
 from decode.request import NODES, Request, read_requests
 from decode.requests.answer import NEW_TOKENS, Answer, Chunk
 from decode.requests.numbers import as_whole_numbers, read_count
 from decode.requests.text import Prompt, as_list
+from decode.scheduler import WHOLE
 from decode.target import Target, check_target
 from decode.trees.sampling import Sampling
 
@@ -25,7 +24,7 @@ from decode.trees.sampling import Sampling
 def stream(
     target: Target,
     prompts: Prompt | Sequence[Prompt],
-    proposer: Proposer | str | Path | None = "auto",
+    proposer: GivenProposer = "auto",
     *,
     batch_size: int | None = None,
     request_ids: Sequence[int] | None = None,
@@ -39,6 +38,7 @@ def stream(
     text: bool = True,
     log_probs: int | None = None,
     grammar: AnyGrammar = None,
+    follow_weights: bool = False,
     lossy_typical_acceptance: bool = False,
 ) -> Iterator[Chunk]:
     """What each step adds to each answer, as chunks.
@@ -46,7 +46,8 @@ def stream(
     prompts: one prompt or a list of them. A prompt is text, a list of chat messages (content as text, or as parts of
     type text, which are joined), token ids (a list, tensor or array), or a tokenizer's output: `input_ids`, whose
     padding `attention_mask` hides. Each row of two-dimensional ids is a prompt; without a mask, padding counts as text.
-    proposer: what drafts; a name is loaded as `proposers.load_proposer` does. None: plain decoding.
+    proposer: what drafts; a name is loaded as `proposers.load_proposer` does; a function makes it for the target. None:
+    plain decoding.
     batch_size: prompts decoded together (None: all). The next prompt takes the place of an answer that ends.
     request_ids: one per prompt (None: 0, 1, ...). They key the noise, so a part of a list gets the same answers as in
     the whole list.
@@ -61,6 +62,8 @@ def stream(
     grammar: what each answer must look like: a JSON schema (a dict, a pydantic model or a file), "json", a compiled
     regular expression, a Lark grammar, a `Grammar`, or a function that makes a `Matcher` from a request id. An answer
     that is complete ends with "grammar". None: anything.
+    follow_weights: if the model's weights change, go on under the new ones, which read the text so far. False: the
+    answer ends with an error.
     lossy_typical_acceptance: accept more draft tokens at temperatures above 0, with other answers.
 
     Lossless: the batch size never changes an answer, nor does a proposer of deterministic drafts. Sampled drafts keep
@@ -71,6 +74,8 @@ def stream(
     """
     check_target(target, prompts, "stream(target, {})")
     check_proposer(proposer)
+    if callable(proposer):
+        proposer = as_proposer(proposer, target)  # its members are read below
     batch_size = None if batch_size is None else read_count(batch_size, "batch_size")
     listed = as_list(prompts)
     requests = read_requests(
@@ -87,6 +92,7 @@ def stream(
         text=text,
         log_probs=log_probs,
         grammar=grammar,
+        follow_weights=follow_weights,
         is_alone=len(listed) == 1,
         sampled=find_member(proposer, "sampled"),
     )
@@ -97,7 +103,7 @@ def stream(
 def run_requests(
     target: Target,
     requests: Sequence[Request],
-    proposer: Proposer | str | Path | None,
+    proposer: GivenProposer,
     nodes: int,
     rows: int | None = None,
     lossy: bool = False,
@@ -113,7 +119,7 @@ def run_requests(
 
 @naming_arguments("generate", signature(stream).parameters)
 def generate(
-    target: Target, prompts: Prompt | Sequence[Prompt], proposer: Proposer | str | Path | None = "auto", **settings: Any
+    target: Target, prompts: Prompt | Sequence[Prompt], proposer: GivenProposer = "auto", **settings: Any
 ) -> list[Answer]:
     """The answers to the prompts, in order. Arguments and errors are those of `stream`.
 

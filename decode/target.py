@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy
 from os import PathLike
 from typing import Any, Self
 
@@ -17,11 +17,13 @@ from decode.arguments import naming_arguments
 from decode.costs import CONTEXTS, Costs
 from decode.devices.backend import NEEDS, check_mode, find_backend
 from decode.devices.cost_curve import CostCurve
+from decode.models.adapters import require_peft, select_adapter
 from decode.models.changes import MOVED, ModelWatch
 from decode.models.compatibility import refuse_unsupported, unwrap
 from decode.models.facts import ModelFacts, find_device, has_hooks
 from decode.models.fingerprint import fingerprint_template, fingerprint_vocabulary, fingerprint_weights
 from decode.models.loading import FIXED16, load_model
+from decode.models.stock_model import copy_modules
 from decode.requests.text import Tokenizer
 from decode.self_test import agrees_flat, self_test
 from decode.session import Session
@@ -47,6 +49,9 @@ class Target:
     """
 
     output_tokens: Tensor | None = None  # of a draft model whose output layer has these tokens alone
+    adapter: str | None = None  # its name, of a target that `adapt` returned
+    fault: str | None = None  # why that adapter cannot be used since the model has changed
+    _base: Target  # that it was returned by
 
     @naming_arguments("Target")
     def __init__(
@@ -118,7 +123,8 @@ class Target:
     ) -> None:
         """Accelerate the model in place, by a mode, and decide all that follows from it and its device."""
         self.needs_masks = self.sees_texts_whole = self.passes_flat = self.has_graphs = False
-        self.model, self.tokenizer, self.accelerate = model, tokenizer, accelerate
+        self.model, self.tokenizer, self.accelerate, self._mode = model, tokenizer, accelerate, mode
+        self._adapted, self.fault = dict[str, Target](), None  # what `adapt` has returned
         self.idle_steps: list[Any] = []  # of a session that has ended, one at most; see `Session`
         self._fingerprint = None if mode == "off" else fingerprint_weights(model)  # packed layers have no parameters
         self.config = model.config.get_text_config(decoder=True)
@@ -154,6 +160,8 @@ class Target:
         target has copies of weights that have changed.
         """
         version = self.watch.look(deep)
+        if self.fault is not None:
+            raise ValueError(self.fault)
         if self._has_old_copies:
             raise ValueError(
                 "the model's weights have changed, and this target has copies of earlier ones; call "
@@ -183,6 +191,9 @@ class Target:
         Raises ValueError if the model is gone, in training mode, or has another form, and for other tensors of a model
         that was packed before, whose copies are the only ones.
         """
+        if self.adapter is not None:
+            self._base.weights_changed()
+            return
         with self.watch.lock:
             self.watch.look(deep=True)
             changes, model = self.watch.changes, self.given_model
@@ -199,10 +210,44 @@ class Target:
                 changes.add(MOVED)  # if this ends early, all is made anew the next time
                 packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
                 if has_moved or not all(each.repack() for each in packed):
+                    has_moved, adapted = True, self._adapted
                     own, mode = _copy_for(model, self.accelerate)
                     self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
-                    self._shares_all = own is model
+                    self._shares_all, self._adapted = own is model, adapted
+            for target in self._adapted.values() if has_moved else ():
+                try:
+                    target._adapt_modules()
+                except ValueError as error:  # the adapter is gone, for example
+                    target.fault = str(error)
             changes.clear()
+
+    def adapt(self, name: str) -> Target:
+        """The target with one adapter of its peft model, and no other, whatever the model itself has active.
+
+        It has modules of its own, which share all tensors with this target's, so it needs little memory. It follows the
+        model's weights as this target does. Heads and stores for the model without the adapter draft worse for it.
+
+        Raises ValueError for an adapter that the model does not have, and if one is merged into the weights.
+        """
+        if self.adapter is not None:
+            return self._base.adapt(name)
+        require_peft()
+        with self.watch.lock:
+            self.read_version()
+            if name not in self._adapted:
+                adapted = copy(self)
+                adapted.adapter, adapted._base = name, self
+                adapted._adapt_modules()
+                self._adapted[name] = adapted
+            self._adapted[name].read_version()
+            return self._adapted[name]
+
+    def _adapt_modules(self) -> None:
+        """Take the modules of the target that it is made from, as they are now."""
+        base = self._base
+        own = select_adapter(base.model, str(self.adapter))
+        self._set_up(own, base.tokenizer, base.accelerate, base._mode, Costs(base.costs.fixed))
+        self._shares_all = False
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """The model's forward pass, which reads and extends a KV cache.
@@ -256,7 +301,11 @@ class Target:
 
     @property
     def weights_fingerprint(self) -> str | None:
-        """See `decode.models.fingerprint`. None for a model that was packed before it became a target."""
+        """See `decode.models.fingerprint`. None for a model that was packed before it became a target, and for one of
+        several adapters.
+        """
+        if self.adapter is not None:
+            return None
         model = self.model if self._shares_all else self.given_model
         if self._fingerprint is None and model is not None and not (self._shares_all and self.is_packed):
             self._fingerprint = fingerprint_weights(model)
@@ -322,8 +371,7 @@ def _copy_for(model: PreTrainedModel, mode: str) -> tuple[PreTrainedModel, str]:
         if mode in NEEDS:
             raise ValueError(f"a model that is packed already or spread over devices cannot have accelerate={mode!r}")
         return model, "off"
-    tensors = [*model.parameters(), *model.buffers()]
-    return deepcopy(model, {id(tensor): tensor for tensor in tensors}), mode
+    return copy_modules(model), mode
 
 
 def check_target(target: Any, other: Any = None, order: str = "") -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from decode import Proposer
-from decode.given_proposer import check_proposer
+from decode.proposer import check_proposer
 
 FORM = re.compile(r"(.+\.py):(\w+)")
 

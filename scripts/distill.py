@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from decode import Engine, Target
 from decode.devices.backend import find_backend
-from decode.engine import WHOLE
 from decode.models.default_model import NAME
+from decode.scheduler import WHOLE
 from draftless_commands.distillation.answers_file import AnswersFile
 from draftless_commands.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly

@@ -10,9 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from functools import partial
 from itertools import groupby
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from decode import Answer, Engine, Sampling, Stats, Target
-from decode.given_proposer import as_proposer, check_proposer
 from decode.models.compatibility import unwrap
+from decode.proposer import GivenProposer, check_proposer
 from decode.request import Request, read_requests
 
 __all__ = ["Rollouts"]
@@ -38,7 +36,7 @@ METRICS = "rollout/spec_accept_rate", "rollout/spec_accept_length", "rollout/tim
 class Rollouts:
     """Answers to the prompts of a trainer, from the model that it trains. Lossless, as `generate` is.
 
-    proposer: as in `decode.stream`, or a function that makes one for a target. It is kept, so it draws on what earlier
+    proposer: as in `decode.stream`. It is kept, so it draws on what earlier
     answers taught it.
     rows: answers that are decoded together; others wait, and join as these end. Equal prompts are read once.
     nodes, accelerate: as in `Engine` and `Target`. Packed copies follow the weights before each call.
@@ -54,14 +52,13 @@ class Rollouts:
 
     def __init__(
         self,
-        proposer: Any = "auto",
+        proposer: GivenProposer = "auto",
         *,
         rows: int = 16,
         nodes: int = 64,
         accelerate: str = "auto",
     ) -> None:
-        if not isinstance(proposer, FunctionType | partial):
-            check_proposer(proposer)
+        check_proposer(proposer)
         self.proposer, self.rows, self.nodes, self.accelerate = proposer, rows, nodes, accelerate
         self.metrics: dict[str, float] = {}
         self._engine: Engine | None = None
@@ -164,9 +161,7 @@ class Rollouts:
             engine.close()
         del engine  # and its copy of the weights
         target = Target(model, accelerate=self.accelerate)
-        given = self.proposer(target) if isinstance(self.proposer, FunctionType | partial) else self.proposer
-        proposer = as_proposer(given, target)
-        self._engine, self._model = Engine(target, proposer, rows=self.rows, nodes=self.nodes), model
+        self._engine, self._model = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes), model
         return self._engine
 
 
@@ -182,8 +177,8 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
             cost = engine.target.cost_curve(rows)(nodes) if nodes > 1 else 1.0
             total += seconds.total
             plain += sum(len(chunk.tokens) for chunk in chunks) / rows * (seconds.total - seconds.proposer) / cost
-    if engine.prefixes is not None:  # the next step of training makes them void
-        engine.prefixes.clear()
+    if engine.scheduler.prefixes is not None:  # the next step of training makes them void
+        engine.scheduler.prefixes.clear()
     for request in requests:
         stats.add(request.stats)
     accepted = sum(stats.accepted_by_depth) / max(stats.nodes, 1)

@@ -109,6 +109,10 @@ class CompiledLayer:
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._returns: tuple[bool, ...] | None = None  # which parts of its output are tensors; None: it is no tuple
 
+    def __deepcopy__(self, memo: Any) -> CompiledLayer:
+        """A copy of the layer has it until `restore_layers`."""
+        return self
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(args, kwargs)
         if cache is not None and (computed := self._find_computed(cache, args, kwargs)) is not None:
@@ -225,6 +229,13 @@ def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
     """The kernels of a model's decoder layers."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return [forward for forward in forwards if isinstance(forward, CompiledLayer)]
+
+
+def restore_layers(model: PreTrainedModel) -> None:
+    """Let a copy of a model with compiled layers run its layers as they are."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), CompiledLayer):
+            del module.forward
 
 
 @torch.inference_mode()  # as in the loop

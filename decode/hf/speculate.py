@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from functools import partial
-from pathlib import Path
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +19,6 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from decode.costs import Costs
 from decode.devices.cost_curve import CostCurve
-from decode.given_proposer import as_proposer, check_proposer
 from decode.grammars.grammar import AnyGrammar, make_matchers
 from decode.grammars.matcher import Constraint
 from decode.hf.arguments import (
@@ -36,7 +34,7 @@ from decode.hf.outputs import make_output
 from decode.hf.processors import GrammarMasks, make_criterion, make_sampling
 from decode.hf.prompts import read_prompts, refuse_prompts
 from decode.models.compatibility import refuse_unsupported
-from decode.proposer import Proposer, find_member
+from decode.proposer import GivenProposer, as_proposer, check_proposer, find_member
 from decode.request import read_requests
 from decode.requests.answer import Chunk
 from decode.stream import run_requests
@@ -55,7 +53,7 @@ def speculate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    proposer: Proposer | str | Path | None = "auto",
+    proposer: GivenProposer = "auto",
     nodes: int = 64,
     accelerate: str = "off",
     deterministic: bool | CostCurve = False,

@@ -18,12 +18,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.models.default_model import NAME
+from decode.models.stock_model import copy_modules
 from decode.weights.gguf.description import is_installed
 
 PLAIN = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"  # in an adapter's config
 DEFAULT_BASE = f"draftless:{NAME}"  # as the base: the default model, whose file is elsewhere on another machine
+SELECTED = "selected"  # the name of an adapter in the copy of `select_adapter`
 PEFT_ADVICE = 'adapters need the peft package: run pip install "draftless[lora]"'
 
 
@@ -72,6 +74,48 @@ def wrap(model: PreTrainedModel, config: Any) -> Any:
     with warnings.catch_warnings():  # peft asks for what transformers renames
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return PeftModel(model, config)
+
+
+def select_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A copy of a model's modules with one adapter, which is active, and no other. Tensors are shared.
+
+    Raises ValueError for an adapter that the model does not have, and if one is merged into its weights.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    own = copy_modules(model)
+    layers = [each for each in own.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    known = set[str]().union(*map(_list_adapters, layers))
+    if name not in known:
+        has = f"; it has {', '.join(sorted(known))}" if known else ""
+        raise ValueError(f"the model has no adapter {name!r}{has}")
+    if any(getattr(layer, "merged_adapters", None) for layer in layers):
+        raise ValueError("an adapter is merged into the weights; call unmerge_adapter() first")
+    for layer in layers:
+        _keep_adapter(layer, name, known)
+    return own
+
+
+def _list_adapters(layer: Any) -> set[str]:
+    """The names of a layer's adapters."""
+    return {*(layer._adapters if hasattr(layer, "_adapters") else layer._get_available_adapters())}
+
+
+def _keep_adapter(layer: Any, name: str, known: set[str]) -> None:
+    """Drop a layer's other adapters, and rename this one: layers that differ in names alone share a compiled kernel.
+
+    The layer's own `set_adapter` would also decide which of the shared tensors are trained.
+    """
+    has_it = name in _list_adapters(layer)
+    for by_adapter in [*vars(layer).values(), *layer._modules.values()]:  # scales, matrices and so on
+        if hasattr(by_adapter, "keys") and hasattr(by_adapter, "clear") and known & {*by_adapter.keys()}:
+            kept = {SELECTED: by_adapter[name]} if name in by_adapter.keys() else {}  # noqa: SIM118 - of peft's BufferDict
+            by_adapter.clear()
+            by_adapter.update(kept)
+    layer._active_adapter, layer._disable_adapters = [SELECTED], not has_it
+    if hasattr(layer, "_adapters"):
+        layer._adapters = {SELECTED} if has_it else set()
 
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from decode.devices.backend import Backend
 from decode.models.facts import ModelFacts
+from decode.weights.layers import PackedLayer
 
 
 class StockModel(Protocol):
@@ -40,6 +42,12 @@ class StockModel(Protocol):
     def open(self, batch_size: int, layers: Sequence[int] = ()) -> Any: ...
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput: ...
+
+
+def copy_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model's modules. Its tensors and packed layers are shared."""
+    packed = (module for module in model.modules() if isinstance(module, PackedLayer))
+    return deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers(), *packed)})
 
 
 @contextmanager

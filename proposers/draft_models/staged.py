@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -117,13 +117,18 @@ class StagedProposer:
     def _decode(self, step: Step, levels: int) -> dict[int, Request]:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
         assert self._engine is not None
-        self._engine.rows = max(self._engine.rows, len(step.request_ids))
-        assert self._engine.prefixes is not None
-        self._engine.prefixes.most = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
+        scheduler = self._engine.scheduler
+        scheduler.rows = max(scheduler.rows, len(step.request_ids))
+        assert scheduler.prefixes is not None
+        scheduler.prefixes.most = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:
-                limits = {"max_new_tokens": levels, "stop_ids": [*step.stop_ids[row]], "log_probs": self.width}
+                limits: dict[str, Any] = {
+                    "max_new_tokens": levels,
+                    "stop_ids": [*step.stop_ids[row]],
+                    "log_probs": self.width,
+                }
                 sampling = step.samplings[row]
                 sampling = sampling.for_drafts if sampling.processors else sampling
                 noise_id = step.requests[row].noise_id

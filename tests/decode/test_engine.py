@@ -88,7 +88,7 @@ def run_schedule(target: Target, name: str, seed: int) -> int:
         engine.step()
         if len(asked) == 9 and not engine.is_busy:
             break
-    assert not engine.is_busy and engine._batch is None and any(request.stats.reused for request, _ in asked)
+    assert not engine.is_busy and engine.scheduler._batch is None and any(request.stats.reused for request, _ in asked)
     for request, settings in asked:
         answer = request.answer
         assert answer is not None
@@ -140,7 +140,7 @@ def test_prompts_are_read_in_parts_between_steps(target: Target, monkeypatch: py
 
 
 def test_a_part_is_as_long_as_the_cost_curve_allows(target: Target) -> None:
-    assert 100 < Engine(Target(target.model, deterministic=True), None).part < 200  # ten passes of a CPU
+    assert 100 < Engine(Target(target.model, deterministic=True), None).scheduler.part < 200  # ten passes of a CPU
 
 
 def test_equal_prompts_are_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_steps_of_a_fixed_shape_outlive_a_first_prompt_that_fails(monkeypatch: p
 
 def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     engine = Engine(target, None, kept_bytes=400_000)
-    texts = engine.prefixes
+    texts = engine.scheduler.prefixes
     assert texts is not None
     kept = []
     for number in range(12):
@@ -234,7 +234,7 @@ def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     for _ in range(2):
         request = engine.add([3] * 20, max_new_tokens=2, stop_ids=[])
         list(engine)
-    assert engine.prefixes is None and request.stats.reused == 0
+    assert engine.scheduler.prefixes is None and request.stats.reused == 0
 
 
 def assert_alone(target: Target, requests: list[Request], **settings: Any) -> None:
@@ -605,8 +605,8 @@ def test_nothing_is_left_of_requests_that_have_ended(name: str) -> None:
             if number % 9 == 0:
                 engine.cancel(request)
             engine.step()
-            if engine._batch is not None and number % 20 == 0:
-                layers.update(engine._batch.session.cache.layers)  # type: ignore[arg-type]
+            if engine.scheduler._batch is not None and number % 20 == 0:
+                layers.update(engine.scheduler._batch.session.cache.layers)  # type: ignore[arg-type]
         counts.append(count_kept(engine))
     assert counts[2] <= counts[1] + 20 and not layers
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode import Engine, Target, generate, speculate, stream
+from decode.request import Request
 from decode.weights.layers import SAMPLES
 from proposers import EagleProposer, NGramProposer
 from tests.support.drafting import make_head
@@ -25,6 +29,7 @@ PROMPT = [(7 * place) % 90 + 3 for place in range(24)]  # long enough to be kept
 SETTINGS: dict[str, Any] = {"max_new_tokens": 8, "stop_ids": []}
 RENEW = r"call target.weights_changed\(\) before the next step"
 SENTENCE = rf"{RENEW}|make a new one: Target\(|call model.eval\(\) first|weights changed while this answer was decoded"
+SENTENCE += r"|call unmerge_adapter\(\) first"
 
 
 def layer(model: Any) -> Any:
@@ -177,6 +182,108 @@ def run_schedule(seed: int) -> tuple[int, int]:
 def test_text_after_a_change_is_that_of_a_new_target_or_an_error_says_what_to_do(count: int) -> None:
     right, told = map(sum, zip(*map(run_schedule, range(count)), strict=True))
     assert right + told == 4 * count and right > count // 2 and told > count // 2
+
+
+def add_peft(model: Any) -> Any:
+    """Adapters of peft, a and b, in layers that no way of `WAYS` replaces."""
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 32, "init_lora_weights": False}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["k_proj"], **settings), adapter_name="a")
+    adapted.add_adapter("b", LoraConfig(target_modules=["k_proj"], **settings))
+    return adapted.to(model.dtype).eval()
+
+
+PEFT_WAYS: dict[str, Callable[[Any], Any]] = {
+    "peft: another adapter": lambda adapted: adapted.set_adapter("b"),
+    "peft: disabled": lambda adapted: adapted.base_model.disable_adapter_layers(),
+    "peft: merged": lambda adapted: adapted.merge_adapter(),
+    "peft: trained": lambda adapted: [
+        write(each, Tensor.neg_) for name, each in adapted.named_parameters() if "lora_B.b" in name
+    ],
+}
+
+
+class Asked:
+    """A request of a schedule, and the weights that each part of its answer was decoded with."""
+
+    def __init__(self, adapter: str | None, request: Request) -> None:
+        self.adapter, self.request = adapter, request
+        self.parts = list[tuple[int, Any]]()  # from this token on, these weights
+
+    def check(self) -> None:
+        """Compare the answer with those of fresh engines on deep copies."""
+        found = self.request.sequence[len(PROMPT) :]
+        ends = [begin for begin, _ in self.parts[1:]] + [len(found)]
+        for (begin, copied), end in zip(self.parts, ends, strict=True):
+            if end > begin:
+                target = Target(copied) if self.adapter is None else Target(copied).adapt(self.adapter)
+                settings = SETTINGS | {"max_new_tokens": end - begin}
+                assert generate(target, PROMPT + found[:begin], None, **settings)[0].tokens == found[begin:end]
+
+
+def run_engine_schedule(seed: int) -> Counter[str]:
+    """Ask, step, cancel and change in a random order. Returns how the requests ended."""
+    choose = random.Random(seed)
+    mode = choose.choice(["off", "packed", "auto"])
+    adapted = add_peft(make_model(seed, torch.float64 if mode == "off" else torch.float32))
+    model, asked = adapted.get_base_model(), list[Asked]()
+    target = Target(adapted, accelerate=mode)
+    engine = Engine(target, choose.choice(["ngram", None]), rows=2)
+    weights = deepcopy(adapted)
+    ways = WAYS | {name: lambda _, way=way: way(adapted) for name, way in PEFT_WAYS.items()}
+    for event in choose.choices(["ask", "step", "cancel", "change"], [4, 6, 1, 2], k=16):
+        running = [each for each in asked if each.request.answer is None]
+        if event == "ask":
+            adapter = choose.choice([None, None, "a", "b"])
+            try:
+                request = engine.add(PROMPT, adapter=adapter, follow_weights=choose.random() < 0.7, **SETTINGS)
+            except ValueError as error:  # it cannot be answered as the model is now
+                assert re.search(SENTENCE, str(error)), error
+                continue
+            asked.append(Asked(adapter, request))
+            asked[-1].parts.append((0, weights))
+        elif event == "step" and engine.is_busy:
+            engine.step()
+        elif event == "cancel" and running:
+            engine.cancel(choose.choice(running).request)
+        elif event == "change":
+            name = choose.choice([each for each in ways if each not in LAST])
+            try:
+                ways[name](model)
+            except (KeyError, ValueError):  # of peft, for an adapter that is merged already
+                continue
+            weights = deepcopy(adapted).eval()
+            for each in running:
+                each.parts.append((len(each.request.sequence) - len(PROMPT), weights))
+            try:
+                if choose.random() < 0.5 and name != "through data":
+                    engine.step()
+                else:
+                    target.weights_changed()
+            except ValueError as error:
+                assert re.search(SENTENCE, str(error)), error
+                adapted.eval()
+                if not re.search(rf"{RENEW}|model.eval", str(error)):
+                    break
+                target.weights_changed()
+    with suppress(ValueError):  # the model has another form
+        list(engine)
+    ends = Counter[str]()
+    for each in asked:
+        answer = each.request.answer
+        assert answer is not None
+        assert answer.error is None or re.search(SENTENCE, answer.error), answer.error
+        each.check()
+        ends[
+            answer.finish + ("" if len(each.parts) == 1 or answer.finish != "length" else " under several weights")
+        ] += 1
+    return ends
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_answers_under_changing_weights_and_adapters_are_those_of_fresh_engines(count: int) -> None:
+    ends = sum(map(run_engine_schedule, range(count)), Counter[str]())
+    expected = {"length": count, "length under several weights": count // 10, "error": count // 10}
+    assert all(ends[name] >= least for name, least in expected.items()) and ends["cancelled"], ends
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -356,7 +356,7 @@ def find_points(**chosen: str) -> EntryPoints:
 
 
 def test_a_name_is_taken_as_load_proposer_takes_it(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.given_proposer.entry_points", find_points)
+    monkeypatch.setattr("decode.proposer.entry_points", find_points)
     monkeypatch.setattr(SuffixProposer, "propose", Mock(side_effect=PlainProposer().propose))
     assert ask(target, A, proposer="suffix")[0].tokens == ask(target, A)[0].tokens
     assert SuffixProposer.propose.call_count == NEW - 1  # type: ignore[attr-defined]
@@ -365,7 +365,7 @@ def test_a_name_is_taken_as_load_proposer_takes_it(target: Target, monkeypatch: 
     assert target.model.generate(ids, custom_generate=speculate, proposer="ngram", **settings).equal(expected)
     with pytest.raises(ValueError, match="unknown proposer 'n-gram'; choose from none, ngram"):
         ask(target, A, proposer="n-gram")
-    monkeypatch.setattr("decode.given_proposer.entry_points", lambda **chosen: EntryPoints())
+    monkeypatch.setattr("decode.proposer.entry_points", lambda **chosen: EntryPoints())
     with pytest.raises(TypeError, match="the proposer is 'ngram'; give load_proposer\\('ngram', target\\)"):
         ask(target, A, proposer="ngram")
 

@@ -1,0 +1,223 @@
+"""The scheduler of one target's requests: they wait for a row, have their prompts read, are decoded, and end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from math import inf
+from threading import RLock
+
+import torch
+
+from decode.devices.cost_curve import CostCurve
+from decode.loop import Batch
+from decode.prefill import ALIKE, Prefixes
+from decode.proposer import Proposer, find_member
+from decode.reading import Reading
+from decode.request import Request
+from decode.requests.answer import Chunk
+from decode.target import Target
+from decode.trees.accept import AcceptanceRule
+
+PATIENCE = 10.0  # the time of a part of a prompt at most, in passes over one token
+LEAST, LONGEST = 64, 1 << 13  # tokens of a part, whatever it costs: fewer take longer each
+WHOLE = 1 << 30  # tokens of a part: whole prompts
+
+
+class Scheduler:
+    """Decides in each step which prompts are read and which requests are decoded together.
+
+    Arguments are those of `Engine`, whose lock is held in each call but `add` and the properties. rule: how trees are
+    accepted. prefixes: the texts that are kept; None: none are.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        *,
+        rows: int,
+        nodes: int,
+        part: int | None,
+        kept_bytes: int,
+        rule: AcceptanceRule,
+    ) -> None:
+        self.target, self.proposer, self.rows, self.nodes = target, proposer, rows, nodes
+        self.prefixes = Prefixes(kept_bytes) if kept_bytes else None
+        self._part, self._rule = part, rule
+        self._version = target.read_version()  # of the weights that all that is kept was computed with
+        self._waiting, self._adding = deque[Request](), RLock()
+        self._reading: Reading | None = None
+        self._batch: Batch | None = None
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests, which wait. Any thread may do so at any time."""
+        with self._adding:
+            self._waiting.extend(requests)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._waiting) or self._reading is not None or self._batch is not None
+
+    @property
+    def running(self) -> int:
+        """How many requests are decoded."""
+        return len(batch.requests) if (batch := self._batch) is not None else 0
+
+    def step(self) -> list[Chunk]:
+        """One pass over the trees of all rows, and one over a part of the next prompts. Returns what they added."""
+        chunks = self._follow_weights()
+        if self._batch is not None and self._batch.last is not None:
+            chunks += self._batch.step()
+            if any(chunk.finish for chunk in chunks):
+                self._release()
+        if self._waiting or self._reading is not None:
+            chunks += self._admit()
+        return chunks
+
+    def end(self, request: Request, finish: str, error: Exception | None = None) -> Chunk:
+        """End a request's answer where it is. Returns its last chunk."""
+        return request.deliver(request.end(finish, error), self.target.tokenizer)
+
+    def drop(self) -> None:
+        """Forget the requests that have ended, whether they waited, were read or were decoded."""
+        with self._adding:
+            self._waiting = deque(request for request in self._waiting if request.finish is None)
+        if self._reading is not None and not self._reading.keep_running():
+            self._reading = None
+        self._release()
+
+    def drop_all(self) -> None:
+        """Forget all requests, and free what they used."""
+        with self._adding:
+            self._waiting.clear()
+        self._end_batch()
+
+    @property
+    def part(self) -> int:
+        """The most tokens of prompts that are read between two steps."""
+        if self._part is None:
+            is_known = self.target.deterministic or find_member(self.proposer, "adaptive")
+            usual = self.target.backend.find_fixed_costs(self.target.model)
+            cost = self.target.cost_curve() if is_known else CostCurve(*usual)
+            size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
+            more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
+            self._part = int(min(max(size + more, LEAST), LONGEST))
+        return self._part
+
+    def _admit(self) -> list[Chunk]:
+        """Read prompts: whole ones if nothing is decoded, else a part of the next ones."""
+        chunks = self._follow_weights(deep=True) if self._reading is None and self._count_free() else []
+        most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
+        while left > 0 and (reading := self._reading or self._begin_reading(left, most)):
+            before = reading.tokens
+            chunks += self._read_on(reading)
+            left -= max(reading.tokens - before, 1)
+        return chunks
+
+    def _count_free(self) -> int:
+        """The rows that requests can join."""
+        return self.rows - (len(self._batch.requests) if self._batch is not None else 0)
+
+    def _begin_reading(self, left: int, most: int) -> Reading | None:
+        """Begin to read the next prompts, if there are any and rows for them. left, most: see `_take_alike`."""
+        if requests := self._take_alike(left, most):
+            batch = self._batch = self._batch or self._begin_batch()
+            self._reading = Reading(requests, batch.open, batch.find, batch.drafting.fuse, most)
+        return self._reading
+
+    def _begin_batch(self) -> Batch:
+        if find_member(self.proposer, "adaptive"):
+            self.target.warm_up(self.rows)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes)
+
+    def _take_alike(self, left: int, most: int) -> list[Request]:
+        """The next waiting request, and others whose prompts have a similar length and fit into a part with it.
+
+        All, if nothing is decoded: no answer goes on before all their prompts are read. left: tokens of this part;
+        most: of a whole one. A prompt that is too long for what is left waits for the next.
+        """
+        is_start = self._count_free() == self.rows
+        with self._adding:
+            taken, different = list[Request](), set[tuple[int, ...]]()
+            for request in islice(self._waiting, self._count_free()):
+                more = different | {tuple(request.sequence)}
+                longest, shortest = max(map(len, more)), min(map(len, more))
+                fits = len(more) * longest <= left and longest - shortest < ALIKE
+                if not taken and longest > left and left < most:
+                    return []
+                if is_start or fits or not taken or len(more) == len(different):
+                    taken.append(request)
+                    different = more
+            for request in taken:
+                self._waiting.remove(request)
+            return taken
+
+    def _read_on(self, reading: Reading) -> list[Chunk]:
+        """Read a part of prompts; their requests join once they are read."""
+        assert self._batch is not None
+        try:
+            read, seconds = reading.read_part()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+                raise
+            self._reading = None
+            self._release()
+            return [self.end(request, "error", error) for request in reading.requests]
+        for request in self._batch.requests:  # they have waited for it
+            request.stats.seconds.target += seconds
+        if read is None:
+            return []
+        chunks = self._batch.join(reading, read)
+        self._reading = None
+        self._release()
+        return chunks
+
+    def _follow_weights(self, deep: bool = False) -> list[Chunk]:
+        """If the model's weights have changed, drop what was kept, and end the requests that earlier ones decode.
+
+        Those with `follow_weights` wait for a row again. Their texts so far are read like prompts.
+        """
+        if self.target.fault is not None:
+            return self._end_all(ValueError(self.target.fault))
+        version = self.target.read_version(deep)
+        if version == self._version:
+            return []
+        self._version = version
+        if self.prefixes is not None:
+            self.prefixes.clear()
+        begun = self._list_begun()
+        going = [request for request in begun if request.follow_weights]
+        error = ValueError("the model's weights changed while this answer was decoded; ask again")
+        chunks = [self.end(request, "error", error) for request in begun if not request.follow_weights]
+        self._end_batch()
+        with self._adding:
+            self._waiting.extendleft(reversed(going))
+        return chunks
+
+    def _end_all(self, error: Exception) -> list[Chunk]:
+        with self._adding:
+            requests = [*self._waiting, *self._list_begun()]
+        chunks = [self.end(request, "error", error) for request in requests]
+        self.drop_all()
+        return chunks
+
+    def _list_begun(self) -> list[Request]:
+        """The requests that are decoded, or whose prompts are being read."""
+        parts = [part.requests for part in (self._batch, self._reading) if part is not None]
+        return [request for part in parts for request in part if request.finish is None]
+
+    def _release(self) -> None:
+        """Free the rows of requests that have ended, and a batch without requests."""
+        if self._batch is not None and not self._batch.release() and self._reading is None:
+            self._end_batch()
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.close()
+        self._batch = self._reading = None
+
+    def _end(self, request: Request, finish: str, error: Exception | None = None) -> Chunk:
+        return request.deliver(request.end(finish, error), self.target.tokenizer)
