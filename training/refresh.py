@@ -23,7 +23,7 @@ from training.trainer import MAX_NORM, plan_batches
 GAIN = "rollout/refresh_gain"
 SHARE = 0.1  # of the time of generation
 RATE = 3e-4  # a third of that of new heads, which warms up and decays; here the target never stands still
-BATCH_TOKENS = 1024  # a step should be short next to a call: time is checked after each
+BATCH_TOKENS = 256  # a step should be short next to a call, for time is checked after it; the target's pass takes most
 
 
 class HeadRefresh:
