@@ -41,7 +41,7 @@ class EagleProposer(HeadProposer):
 
     def prepare(self, target: Target) -> Self:
         super().prepare(target)
-        if self._pass is None and self.may_be_graph:
+        if self.may_be_graph and (self._pass is None or self._pass.head is not self.head):
             self._pass = FastPass(self.head, self.dtype, compiles=target.compiled)
         return self
 

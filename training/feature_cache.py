@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from heads.atomic_write import write_aside
 from training.data import Example
-from training.schedule import plan_batches
 from training.teacher import LABELS, Batch, Targets, Teacher, collate
+from training.trainer import plan_batches
 
 SHARD_TOKENS = 100_000
 PASS_TOKENS = 4096  # in one forward pass of the model

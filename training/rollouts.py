@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import groupby
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from decode import Answer, Engine, Sampling, Stats, Target
 from decode.models.compatibility import unwrap
 from decode.proposer import GivenProposer, check_proposer
 from decode.request import Request, read_requests
+from decode.requests.numbers import read_count
+from training.refresh import HeadRefresh
 
 __all__ = ["Rollouts"]
 SAMPLING = "temperature", "top_k", "top_p", "min_p"
@@ -40,14 +43,16 @@ class Rollouts:
     answers taught it.
     rows: answers that are decoded together; others wait, and join as these end. Equal prompts are read once.
     nodes, accelerate: as in `Engine` and `Target`. Packed copies follow the weights before each call.
+    refresh: after so many calls, the proposer's head is trained further on their answers (`HeadRefresh`); None: never.
 
     Answers are sampled in the dtype of the model's weights, without autocast, and in evaluation mode. They are the same
     for the same `seed` of the trainer's arguments at the same step, with every deterministic proposer. metrics: of the
     last call, under verl's names: the accepted share of draft tokens, tau, and the share of decoding time that drafts
-    saved, by the cost curve. GRPOTrainer and RLOOTrainer log them.
+    saved, by the cost curve; and, if the head was refreshed, its tau by that of the head at first. GRPOTrainer and
+    RLOOTrainer log them.
 
-    Raises ValueError for a model that cannot be a target, for settings of generation that it does not know, and for
-    images; the error of an answer that failed.
+    Raises ValueError for a model that cannot be a target, for settings of generation that it does not know, for images,
+    and for `refresh` without a trained head; the error of an answer that failed.
     """
 
     def __init__(
@@ -57,12 +62,15 @@ class Rollouts:
         rows: int = 16,
         nodes: int = 64,
         accelerate: str = "auto",
+        refresh: int | None = None,
     ) -> None:
         check_proposer(proposer)
         self.proposer, self.rows, self.nodes, self.accelerate = proposer, rows, nodes, accelerate
+        self.refresh = None if refresh is None else read_count(refresh, "refresh")
         self.metrics: dict[str, float] = {}
         self._engine: Engine | None = None
         self._model: PreTrainedModel | None = None  # of the engine
+        self._head_refresh: HeadRefresh | None = None
         self._calls = 0, 0  # the last step of the trainer, and the calls in it
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -130,16 +138,20 @@ class Rollouts:
             )
             for request in requests:
                 request.log_probs_at = sampling.temperature or 1.0
+            begun = perf_counter()
             try:
                 self.metrics = _run(engine, requests)
             except BaseException:
                 engine.close()
                 self._engine = None
                 raise
+            answers = [_read_answer(request) for request in requests]
+            if self._head_refresh is not None:
+                self.metrics |= self._head_refresh.follow(answers, perf_counter() - begun)
         for mode in getattr(trainer, "_metrics", {}).keys() & {"train" if trainer.model.training else "eval"}:
             for name, value in self.metrics.items():
                 trainer._metrics[mode][name].append(value)
-        return [_read_answer(request) for request in requests]
+        return answers
 
     def _next_seed(self, trainer: Any) -> int:
         """Of the trainer's seed, its step, the call in that step, and the process."""
@@ -160,8 +172,12 @@ class Rollouts:
         if engine is not None:
             engine.close()
         del engine  # and its copy of the weights
+        self._head_refresh = None
         target = Target(model, accelerate=self.accelerate)
-        self._engine, self._model = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes), model
+        engine = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes)
+        if self.refresh is not None:
+            self._head_refresh = HeadRefresh(engine.scheduler.proposer, target, self.refresh)
+        self._engine, self._model = engine, model
         return self._engine
 
 

@@ -26,8 +26,7 @@ from training.data import Dataset
 from training.draft_model import DraftModel
 from training.feature_cache import BatchLoader
 from training.joint import JointObjective
-from training.schedule import Schedule
-from training.trainer import Validation
+from training.trainer import Schedule, Validation
 
 TRIALS = 3  # batches to measure for a plan
 NEW_TOKENS, BATCH = 64, 16  # in validations; BATCH: prompts at a time

@@ -24,7 +24,7 @@ from training.factory import find_objective
 from training.joint import JOINT_KINDS, RANK
 from training.losses import LOSSES
 from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, Decay
-from training.schedule import Schedule
+from training.trainer import Schedule
 
 TRAINED = (*OBJECTIVES, "draft")  # kinds of heads, and draft models
 UNROLLING = {"ttt_steps": ("steps", TTT_STEPS), "regression": ("regression", REGRESSION), "noise": ("noise", 0.0)}

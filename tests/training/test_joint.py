@@ -34,9 +34,8 @@ from training.data import Dataset, Example
 from training.joint import HEAD_WEIGHT, RATE_SHARE, Adapters, JointObjective
 from training.losses import divergence
 from training.objectives import DECAY, HydraObjective, MedusaObjective
-from training.schedule import Schedule
 from training.teacher import LABELS, Batch, Teacher, collate
-from training.trainer import MUON_SCALE, Trainer, Validation
+from training.trainer import MUON_SCALE, Schedule, Trainer, Validation
 
 HEADS = 2
 TOKENS = torch.tensor([[5, 17, 40, 3, 88, 62, 9, 31]])

@@ -28,8 +28,7 @@ from tests.support.training_runs import (
 )
 from training.checkpoint import CHECKPOINT, read_metrics
 from training.data import Example, choose_draft_vocabulary
-from training.schedule import plan_batches
-from training.trainer import Trainer
+from training.trainer import Trainer, plan_batches
 
 SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", "1e-2"]  # 22 steps
 

@@ -50,20 +50,17 @@ def train(
     as_function: bool = False,
     chat: bool = True,
     peft: bool = False,
+    log: str = "reward",
     **settings: Any,
 ) -> list[dict[str, float]]:
-    """What a trainer logs in each of its steps."""
+    """What a trainer logs in each of its steps, which have the entry `log`."""
     import trl  # here, because importing it takes seconds
     from datasets import Dataset
     from peft import LoraConfig
 
-    usual = {
-        "per_device_train_batch_size": 16,
-        "num_generations": 8,
-        "max_completion_length": 16,
-        "learning_rate": 0.01,
-        "max_steps": STEPS,
-    }
+    usual = {"per_device_train_batch_size": 16, "learning_rate": 0.01, "max_steps": STEPS}
+    if kind != "OnlineDPO":
+        usual |= {"num_generations": 8, "max_completion_length": 16}
     fixed = {"logging_steps": 1, "bf16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     config = getattr(trl, f"{kind}Config")(str(out), **usual | fixed | settings)
     prompts = [[{"role": "user", "content": text}] if chat else text for text in PROMPTS]
@@ -73,17 +70,17 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = getattr(trl, f"{kind}Trainer")(
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            count_high,
-            config,
-            Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            reward_funcs=count_high,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts * 4]),
             processing_class=AutoTokenizer.from_pretrained(folder),
             **given,
         )
         if rollouts is not None and not as_function:
             rollouts.attach(trainer)
         trainer.train()
-    return [each for each in trainer.state.log_history if "reward" in each]
+    return [each for each in trainer.state.log_history if log in each]
 
 
 def rewards(logs: list[dict[str, float]]) -> list[float]:
@@ -125,3 +122,21 @@ def test_adapters_of_peft_and_another_trainer(folder: Path, tmp_path: Path) -> N
         plain, drafted = (train(folder, tmp_path, each, **settings) for each in (Rollouts(None), Rollouts("merged")))
         assert rewards(drafted) == pytest.approx(rewards(plain), abs=1e-6)
         assert len({*rewards(plain)}) == STEPS
+
+
+def test_online_dpo_is_the_same_training_with_and_without_drafts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    from trl.experimental import online_dpo
+
+    monkeypatch.setattr("trl.OnlineDPOConfig", online_dpo.OnlineDPOConfig, raising=False)
+    monkeypatch.setattr("trl.OnlineDPOTrainer", online_dpo.OnlineDPOTrainer, raising=False)
+    settings = {"per_device_train_batch_size": 4, "max_new_tokens": 12, "max_steps": 4, "temperature": 1.0}
+    runs = [
+        train(folder, tmp_path, each, kind="OnlineDPO", log="loss", **settings)
+        for each in (Rollouts(None), Rollouts("merged"))
+    ]
+    for name in ("objective/scores", "grad_norm"):
+        plain, drafted = ([each[name] for each in logs] for logs in runs)
+        assert len({*plain}) == 4 and drafted == pytest.approx(plain, rel=1e-3)
