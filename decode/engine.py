@@ -15,7 +15,9 @@ from typing import Any, overload
 import torch
 
 from decode.arguments import naming_arguments
-from decode.proposer import GivenProposer, as_proposer, check_proposer, find_member, makes_proposers
+from decode.models.adapters import list_adapters
+from decode.prefill import Prefixes
+from decode.proposer import GivenProposer, Proposer, as_proposer, check_proposer, find_member, makes_proposers
 from decode.request import Request, read_nodes, read_requests
 from decode.requests.answer import Chunk
 from decode.requests.numbers import read_count, read_whole
@@ -38,7 +40,7 @@ class Engine:
     nodes: the most nodes of a tree, root included.
     part: the most tokens of prompts that are read between two steps of the others; None: as many as take `PATIENCE`
     times as long as a pass over one token. While nothing is decoded, prompts are read at once.
-    kept_bytes: of keys, values and features of texts that have ended, for each adapter. A prompt that begins like one
+    kept_bytes: of keys, values and features of texts that have ended. A prompt that begins like one
     of them, or like the text of a request that runs, is read from there on. 0: nothing is kept, and prompts are read
     whole.
 
@@ -60,14 +62,16 @@ class Engine:
     ) -> None:
         check_target(target)
         check_proposer(proposer)
-        self.target, self.proposer, self.nodes = target, proposer, read_nodes(nodes)
+        self.target, self.nodes, self._given = target, read_nodes(nodes), proposer
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
+        kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
+        self.prefixes = Prefixes(kept_bytes) if kept_bytes else None
         self._make_scheduler = partial(
             Scheduler,
             rows=read_count(rows, "rows"),
             nodes=self.nodes,
             part=None if part is None else read_count(part, "part"),
-            kept_bytes=read_whole(kept_bytes, "kept_bytes", 0),
+            prefixes=self.prefixes,
             rule=self._rule,
         )
         self.scheduler = self._make_scheduler(target, as_proposer(proposer, target))
@@ -154,19 +158,31 @@ class Engine:
 
     def _find_scheduler(self, adapter: str | None) -> Scheduler:
         """That of an adapter, whose requests share passes."""
-        if adapter is None:
-            return self.scheduler
-        with self._adding:
+        if not isinstance(adapter, str | None):
+            raise TypeError(f"adapter is {adapter!r}; it is the name of an adapter, or None")
+        known = self.scheduler if adapter is None else self._adapted.get(adapter)
+        if known is not None or adapter is None:
+            return known or self.scheduler
+        with self._stepping:  # modules are copied, so none may run
             target = self.target.adapt(adapter)
+            if not makes_proposers(self._given):
+                raise ValueError(
+                    f"a {type(self._given).__name__} cannot draft for several adapters; give the engine a name, "
+                    "such as 'auto', or a function that makes a proposer for a target"
+                )
             if adapter not in self._adapted:
-                if not makes_proposers(self.proposer):
-                    raise ValueError(
-                        f"a {type(self.proposer).__name__} cannot draft for several adapters; give the engine a name, "
-                        "such as 'auto', or a function that makes a proposer for a target"
-                    )
-                self._adapted[adapter] = self._make_scheduler(target, as_proposer(self.proposer, target))
+                self._forget_adapters()
+                self._adapted[adapter] = self._make_scheduler(target, as_proposer(self._given, target))
                 self._turns.append(self._adapted[adapter])
             return self._adapted[adapter]
+
+    def _forget_adapters(self) -> None:
+        """Free what adapters have that the model does not have any more."""
+        names = list_adapters(self.target.model)
+        for name, scheduler in [*self._adapted.items()]:
+            if name not in names and not scheduler.is_busy:
+                del self._adapted[name]
+                self._turns.remove(scheduler)
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" at the next step. One that has ended stays as it is."""
@@ -179,6 +195,11 @@ class Engine:
         with self._stepping:
             self._end_all("cancelled")
         self._thread.shutdown(wait=False)
+
+    @property
+    def proposer(self) -> Proposer:
+        """What drafts for requests without an adapter."""
+        return self.scheduler.proposer
 
     @property
     def rows(self) -> int:
@@ -227,7 +248,7 @@ class Engine:
             return chunks
 
     def _find_turn(self) -> Scheduler | None:
-        """The next scheduler that has something to do."""
+        """The next scheduler that has something to do. The others come before it the next time."""
         busy = next((each for each in self._turns if each.is_busy), None)
         if busy is not None:
             self._turns.rotate(-1 - self._turns.index(busy))

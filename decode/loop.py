@@ -98,7 +98,7 @@ class Batch:
 
     def find(self, prompt: list[int]) -> Text | None:
         """A beginning of the prompt that is computed already."""
-        return None if self.prefixes is None else self.prefixes.find(prompt, self.list_texts())
+        return None if self.prefixes is None else self.prefixes.find(self.target, prompt, self.list_texts())
 
     def join(self, reading: Reading, read: Read) -> list[Chunk]:
         """Add rows for requests whose prompts are read, and choose their first tokens."""

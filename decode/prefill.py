@@ -161,11 +161,14 @@ class Text:
 
 
 class Prefixes:
-    """Texts that have ended, at most so many bytes of them. Those that were not used for longest go first."""
+    """Texts that have ended, at most so many bytes of them, for one target or several that share a model.
+
+    Those that were not used for longest go first.
+    """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._texts: OrderedDict[tuple[int, ...], Text] = OrderedDict()
+        self.most, self._version = most, 0
+        self._texts: OrderedDict[tuple[StockModel, tuple[int, ...]], Text] = OrderedDict()
 
     @property
     def bytes(self) -> int:
@@ -177,25 +180,37 @@ class Prefixes:
         text = text if length == len(text.tokens) else text.first(length)
         if len(text.tokens) < SHORTEST or text.count_bytes(len(text.tokens)) > self.most:
             return
-        for tokens in [tokens for tokens in self._texts if text.tokens[: len(tokens)] == tokens]:
-            del self._texts[tokens]
-        self._texts[text.tokens] = text.copy()
+        target = text.session.target
+        for owner, tokens in [*self._texts]:
+            if owner is target and text.tokens[: len(tokens)] == tokens:
+                del self._texts[owner, tokens]
+        self._texts[target, text.tokens] = text.copy()
         while self.bytes > self.most:
             self._texts.popitem(last=False)
+
+    def follow(self, version: int) -> None:
+        """Drop all texts if the model's weights are of another version."""
+        if version != self._version:
+            self.clear()
+        self._version = version
 
     def clear(self) -> None:
         """Drop all texts."""
         self._texts.clear()
 
-    def find(self, prompt: Sequence[int], running: Iterable[Text]) -> Text | None:
-        """The longest beginning of a prompt, but for its last token, that any text has; None if it is too short."""
-        known = [(count_common(text.tokens, prompt[:-1]), text) for text in (*running, *self._texts.values())]
+    def find(self, target: StockModel, prompt: Sequence[int], running: Iterable[Text]) -> Text | None:
+        """The longest beginning of a prompt, but for its last token, that any text has; None if it is too short.
+
+        running: further texts of this target.
+        """
+        kept = (text for (owner, _), text in self._texts.items() if owner is target)
+        known = [(count_common(text.tokens, prompt[:-1]), text) for text in (*running, *kept)]
         found = [(text.session.find_beginning(text.row, length), text) for length, text in known]
         length, text = max(found, key=lambda pair: pair[0], default=(0, None))
         if text is None or length < SHORTEST:
             return None
-        if text.tokens in self._texts:
-            self._texts.move_to_end(text.tokens)
+        if (target, text.tokens) in self._texts:
+            self._texts.move_to_end((target, text.tokens))
         return text.first(length)
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -281,6 +281,7 @@ class PlainProposer:
 
 
 GivenProposer: TypeAlias = Proposer | str | Path | Callable[[Target], Proposer] | None
+FUNCTIONS = FunctionType | MethodType | partial
 LOAD_CALL = "load_proposer(name, target)"
 HINTS = {  # for a class of one's own
     "layers": "write `layers = ()` in it if it reads no hidden states",
@@ -311,7 +312,7 @@ def check_proposer(proposer: Any) -> None:
 
 def makes_proposers(proposer: Any) -> bool:
     """Whether each target gets a proposer of its own: by a name, by a function, or for None."""
-    return proposer is None or isinstance(proposer, str | Path | FunctionType | partial)
+    return proposer is None or isinstance(proposer, str | Path | FUNCTIONS)
 
 
 def _check_members(proposer: Any) -> None:
@@ -338,7 +339,7 @@ def as_proposer(proposer: GivenProposer, target: Target) -> Proposer:
         for loader in entry_points(group="draftless", name="load_proposer"):
             return loader.load()(proposer, target)
         raise TypeError(f"the proposer is {str(proposer)!r}; give load_proposer({str(proposer)!r}, target)")
-    if isinstance(proposer, FunctionType | partial):
+    if isinstance(proposer, FUNCTIONS):
         made = proposer(target)
         check_proposer(made)
         return as_proposer(made, target)

@@ -28,8 +28,8 @@ WHOLE = 1 << 30  # tokens of a part: whole prompts
 class Scheduler:
     """Decides in each step which prompts are read and which requests are decoded together.
 
-    Arguments are those of `Engine`, whose lock is held in each call but `add` and the properties. rule: how trees are
-    accepted. prefixes: the texts that are kept; None: none are.
+    Arguments are those of `Engine`, whose lock is held in each call but `add` and the properties. prefixes: keeps texts
+    that have ended, for all schedulers of an engine; None: none are kept. rule: how trees are accepted.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class Scheduler:
         rows: int,
         nodes: int,
         part: int | None,
-        kept_bytes: int,
+        prefixes: Prefixes | None,
         rule: AcceptanceRule,
     ) -> None:
         self.target, self.proposer, self.rows, self.nodes = target, proposer, rows, nodes
-        self.prefixes = Prefixes(kept_bytes) if kept_bytes else None
-        self._part, self._rule = part, rule
+        self.prefixes, self._part, self._rule = prefixes, part, rule
         self._version = target.read_version()  # of the weights that all that is kept was computed with
+        if prefixes is not None:
+            prefixes.follow(self._version)
         self._waiting, self._adding = deque[Request](), RLock()
         self._reading: Reading | None = None
         self._batch: Batch | None = None
@@ -180,18 +181,21 @@ class Scheduler:
 
         Those with `follow_weights` wait for a row again. Their texts so far are read like prompts.
         """
-        if self.target.fault is not None:
-            return self._end_all(ValueError(self.target.fault))
-        version = self.target.read_version(deep)
+        try:
+            version = self.target.read_version(deep)
+        except ValueError as error:
+            if self.target.fault is None:
+                raise
+            return self._end_all(error)
         if version == self._version:
             return []
         self._version = version
         if self.prefixes is not None:
-            self.prefixes.clear()
+            self.prefixes.follow(version)
         begun = self._list_begun()
         going = [request for request in begun if request.follow_weights]
-        error = ValueError("the model's weights changed while this answer was decoded; ask again")
-        chunks = [self.end(request, "error", error) for request in begun if not request.follow_weights]
+        changed = ValueError("the model's weights changed while this answer was decoded; ask again")
+        chunks = [self.end(request, "error", changed) for request in begun if not request.follow_weights]
         self._end_batch()
         with self._adding:
             self._waiting.extendleft(reversed(going))
@@ -199,9 +203,10 @@ class Scheduler:
 
     def _end_all(self, error: Exception) -> list[Chunk]:
         with self._adding:
-            requests = [*self._waiting, *self._list_begun()]
-        chunks = [self.end(request, "error", error) for request in requests]
-        self.drop_all()
+            waiting = [*self._waiting]
+            self._waiting.clear()
+        chunks = [self.end(request, "error", error) for request in (*waiting, *self._list_begun())]
+        self._end_batch()
         return chunks
 
     def _list_begun(self) -> list[Request]:
@@ -218,6 +223,3 @@ class Scheduler:
         if self._batch is not None:
             self._batch.close()
         self._batch = self._reading = None
-
-    def _end(self, request: Request, finish: str, error: Exception | None = None) -> Chunk:
-        return request.deliver(request.end(finish, error), self.target.tokenizer)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from os import PathLike
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class Target:
     adapter: str | None = None  # its name, of a target that `adapt` returned
     fault: str | None = None  # why that adapter cannot be used since the model has changed
     _base: Target  # that it was returned by
+    _builds = 0  # how often modules were accelerated
+    _made_from = 0, 0  # of `_base`: its builds, and how often its model has moved
 
     @naming_arguments("Target")
     def __init__(
@@ -68,6 +71,7 @@ class Target:
         own, mode = _copy_for(model, accelerate)
         self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
         self.watch, self._shares_all = ModelWatch(model), own is model
+        self._adapted: WeakValueDictionary[str, Target] = WeakValueDictionary()  # what `adapt` has returned
 
     @classmethod
     @naming_arguments("Target.load")
@@ -110,7 +114,7 @@ class Target:
         refuse_unsupported(model)
         target = cls.__new__(cls)
         target._set_up(model, tokenizer, accelerate, accelerate, Costs(deterministic))
-        target.watch, target._shares_all = ModelWatch(model), True
+        target.watch, target._shares_all, target._adapted = ModelWatch(model), True, WeakValueDictionary()
         return target
 
     def _set_up(
@@ -124,9 +128,10 @@ class Target:
         """Accelerate the model in place, by a mode, and decide all that follows from it and its device."""
         self.needs_masks = self.sees_texts_whole = self.passes_flat = self.has_graphs = False
         self.model, self.tokenizer, self.accelerate, self._mode = model, tokenizer, accelerate, mode
-        self._adapted, self.fault = dict[str, Target](), None  # what `adapt` has returned
+        self._builds += 1
         self.idle_steps: list[Any] = []  # of a session that has ended, one at most; see `Session`
-        self._fingerprint = None if mode == "off" else fingerprint_weights(model)  # packed layers have no parameters
+        if self.adapter is None:  # packed layers have no parameters
+            self._fingerprint = None if mode == "off" else fingerprint_weights(model)
         self.config = model.config.get_text_config(decoder=True)
         self.facts, self.dtype, self.device = ModelFacts.of(model), model.dtype, find_device(model)
         self.vocabulary, self.context = self.facts.vocabulary, self.facts.context
@@ -159,9 +164,11 @@ class Target:
         Raises ValueError, with the call to make, if the model is in training mode, if it has another form, or if this
         target has copies of weights that have changed.
         """
+        if self.adapter is not None:
+            version = self._base.read_version(deep)
+            self._follow_base()
+            return version
         version = self.watch.look(deep)
-        if self.fault is not None:
-            raise ValueError(self.fault)
         if self._has_old_copies:
             raise ValueError(
                 "the model's weights have changed, and this target has copies of earlier ones; call "
@@ -210,22 +217,17 @@ class Target:
                 changes.add(MOVED)  # if this ends early, all is made anew the next time
                 packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
                 if has_moved or not all(each.repack() for each in packed):
-                    has_moved, adapted = True, self._adapted
                     own, mode = _copy_for(model, self.accelerate)
                     self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
-                    self._shares_all, self._adapted = own is model, adapted
-            for target in self._adapted.values() if has_moved else ():
-                try:
-                    target._adapt_modules()
-                except ValueError as error:  # the adapter is gone, for example
-                    target.fault = str(error)
+                    self._shares_all = own is model
             changes.clear()
 
     def adapt(self, name: str) -> Target:
         """The target with one adapter of its peft model, and no other, whatever the model itself has active.
 
         It has modules of its own, which share all tensors with this target's, so it needs little memory. It follows the
-        model's weights as this target does. Heads and stores for the model without the adapter draft worse for it.
+        model's weights as this target does. Heads and stores for the model without the adapter draft worse for it. Call
+        it while no step of this target runs.
 
         Raises ValueError for an adapter that the model does not have, and if one is merged into the weights.
         """
@@ -233,21 +235,31 @@ class Target:
             return self._base.adapt(name)
         require_peft()
         with self.watch.lock:
-            self.read_version()
-            if name not in self._adapted:
+            adapted = self._adapted.get(name)
+            if adapted is None:
                 adapted = copy(self)
-                adapted.adapter, adapted._base = name, self
-                adapted._adapt_modules()
-                self._adapted[name] = adapted
-            self._adapted[name].read_version()
-            return self._adapted[name]
+                adapted.adapter, adapted._base, adapted._shares_all = name, self, False
+            adapted.read_version()
+            self._adapted[name] = adapted
+            return adapted
 
-    def _adapt_modules(self) -> None:
-        """Take the modules of the target that it is made from, as they are now."""
+    def _follow_base(self) -> None:
+        """Copy the modules of the target that it was returned by, if they are others than before.
+
+        Raises ValueError if the adapter cannot be used, now and until the model changes again.
+        """
         base = self._base
-        own = select_adapter(base.model, str(self.adapter))
-        self._set_up(own, base.tokenizer, base.accelerate, base._mode, Costs(base.costs.fixed))
-        self._shares_all = False
+        with self.watch.lock:
+            if self._made_from != (made_from := (base._builds, self.watch.moves)):
+                try:
+                    own = select_adapter(base.model, str(self.adapter))
+                    self._set_up(own, base.tokenizer, base.accelerate, base._mode, Costs(base.costs.fixed))
+                    self.fault = None
+                except ValueError as error:
+                    self.fault = str(error)
+                self._made_from = made_from
+        if self.fault is not None:
+            raise ValueError(self.fault)
 
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput:
         """The model's forward pass, which reads and extends a KV cache.

@@ -74,7 +74,7 @@ class HeadProposer(TreeProposer):
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
         self._history = FeatureHistory(head.window)
         # The model whose output matrix the head uses, if it has no own, and what tells the version of its weights.
-        self._borrowed_from: tuple[ref[Any], ref[Any], int] | None = None
+        self._borrowed_from: tuple[ref[Any], ref[Any], str | None, int] | None = None
         self._graphs = DraftGraphs()
         self._prepared_for: torch.device | None = None  # where its packed layers run
 
@@ -117,10 +117,15 @@ class HeadProposer(TreeProposer):
         return copied
 
     def replace_head(self, head: VocabularyHead, target: Target) -> None:
-        """Draft with another version of the head, of the same sizes, from the next batch on."""
+        """Draft with another version of the head, of the same sizes, from the next batch on; not after an error."""
+        before = self.head, self._graphs
         self.head, self._graphs = head, DraftGraphs()
-        if self._prepared_for is not None:
-            self.prepare(target)
+        try:
+            if self._prepared_for is not None:
+                self.prepare(target)
+        except BaseException:
+            self.head, self._graphs = before
+            raise
 
     def check(self, target: Target) -> None:
         """Raise ValueError if the head was trained for another target."""
@@ -138,7 +143,7 @@ class HeadProposer(TreeProposer):
             raise ValueError(f"this proposer was prepared for {self._prepared_for}, not {target.device}; load it again")
         self.head.to(target.device)
         head, before = self.head, self._borrowed_from
-        now = ref(target.given_model or target.model), ref(target.watch), target.read_version()
+        now = ref(target.given_model or target.model), ref(target.watch), target.adapter, target.read_version()
         if head.output != "target" or (head.borrowed is not None and before == now):
             return
         matrix = target.output_matrix

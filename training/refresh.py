@@ -22,7 +22,7 @@ from training.trainer import MAX_NORM, plan_batches
 
 GAIN = "rollout/refresh_gain"
 SHARE = 0.1  # of the time of generation
-RATE = 3e-4  # a third of that of new heads, which warms up and decays; here the target never stands still
+RATE = 3e-5  # a new head learns at 1e-3; more would undo what it learned from millions of tokens
 BATCH_TOKENS = 256  # a step should be short next to a call, for time is checked after it; the target's pass takes most
 
 
@@ -33,7 +33,8 @@ class HeadRefresh:
     missing for later ones, which are left out until there is time again. The drafting head changes at the end of a
     refresh: an error leaves it as it was.
 
-    It needs memory for the head's weights in float32, those at first, and AdamW's two moments.
+    It needs memory for the head's weights in float32, those at first, and AdamW's two moments. While it trains, it also
+    needs gradients, and the output matrix in float32.
 
     Raises ValueError for a proposer without a trained head, and for a head that cannot be trained.
     """
@@ -87,7 +88,7 @@ class HeadRefresh:
         plan = plan_batches([len(each.tokens) for each in examples], BATCH_TOKENS, self._calls, 0)
         devices = [target.device] if target.device.type != "cpu" else []
         with torch.random.fork_rng(devices), target.backend.running():  # the trainer's own random numbers stay
-            for batch in cycle(map(load, plan)):
+            for batch in map(load, cycle(plan)):
                 gain = gain or self._find_gain(objective, batch)
                 self._step(objective, batch)
                 if perf_counter() >= end:
@@ -102,11 +103,12 @@ class HeadRefresh:
         return estimate_tau(objective(batch)) / estimate_tau(functional_call(objective, self._first, (batch,)))
 
     def _step(self, objective: nn.Module, batch: Batch) -> None:
+        """A step of the optimizer, unless the gradients are NaN or infinite: the policy's training should go on."""
+        self._optimizer.zero_grad()
         (objective(batch).total / batch.answers.sum()).backward()
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-        nn.utils.clip_grad_norm_(weights, MAX_NORM, error_if_nonfinite=True)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if nn.utils.clip_grad_norm_(weights, MAX_NORM).isfinite():
+            self._optimizer.step()
 
 
 def estimate_tau(loss: Loss) -> float:

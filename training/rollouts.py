@@ -176,7 +176,7 @@ class Rollouts:
         target = Target(model, accelerate=self.accelerate)
         engine = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes)
         if self.refresh is not None:
-            self._head_refresh = HeadRefresh(engine.scheduler.proposer, target, self.refresh)
+            self._head_refresh = HeadRefresh(engine.proposer, target, self.refresh)
         self._engine, self._model = engine, model
         return self._engine
 
@@ -193,8 +193,8 @@ def _run(engine: Engine, requests: Sequence[Request]) -> dict[str, float]:
             cost = engine.target.cost_curve(rows)(nodes) if nodes > 1 else 1.0
             total += seconds.total
             plain += sum(len(chunk.tokens) for chunk in chunks) / rows * (seconds.total - seconds.proposer) / cost
-    if engine.scheduler.prefixes is not None:  # the next step of training makes them void
-        engine.scheduler.prefixes.clear()
+    if engine.prefixes is not None:  # the next step of training makes them void
+        engine.prefixes.clear()
     for request in requests:
         stats.add(request.stats)
     accepted = sum(stats.accepted_by_depth) / max(stats.nodes, 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.cpu.attention import ATTENTION, attend
-from decode.cpu.compiled_layers import compile_layers, compiled_layers, restore_layers
+from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.compiled_module import Compiled, compile_module
 from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
 from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers
@@ -107,7 +107,6 @@ class CpuBackend(Backend):
 
     def accelerate(self, model: PreTrainedModel, mode: str) -> None:
         super().accelerate(model, mode)
-        restore_layers(model)  # it may be a copy of a compiled one
         if mode == "off":
             return
         if load_native_ops() is None:

@@ -34,7 +34,7 @@ from decode.cpu.layer_kernel import (
 )
 from decode.devices.user_cache import print_notice_once
 from decode.kv_cache import KVCache
-from decode.models.stock_model import StockModel, find_decoder
+from decode.models.stock_model import StandIn, StockModel, find_decoder
 from decode.prefill import read_texts
 from decode.session import Session
 from decode.trees.tree import Tree
@@ -89,7 +89,7 @@ class Signature:
         return [tensor.shape for tensor in call.tensors] == shapes
 
 
-class CompiledLayer:
+class CompiledLayer(StandIn):
     """The `forward` of a decoder layer: its kernel for calls that it was compiled for, the layer itself for others.
 
     stored: keys and values as it writes them.
@@ -108,10 +108,6 @@ class CompiledLayer:
         parts = [*layer.modules()][1:]  # the layer itself still runs its own hooks
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._returns: tuple[bool, ...] | None = None  # which parts of its output are tensors; None: it is no tuple
-
-    def __deepcopy__(self, memo: Any) -> CompiledLayer:
-        """A copy of the layer has it until `restore_layers`."""
-        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(args, kwargs)
@@ -229,13 +225,6 @@ def compiled_layers(model: PreTrainedModel) -> list[CompiledLayer]:
     """The kernels of a model's decoder layers."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return [forward for forward in forwards if isinstance(forward, CompiledLayer)]
-
-
-def restore_layers(model: PreTrainedModel) -> None:
-    """Let a copy of a model with compiled layers run its layers as they are."""
-    for module in model.modules():
-        if isinstance(vars(module).get("forward"), CompiledLayer):
-            del module.forward
 
 
 @torch.inference_mode()  # as in the loop

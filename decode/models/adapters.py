@@ -25,7 +25,7 @@ PLAIN = torch.float64, torch.float32, torch.bfloat16, torch.float16
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"  # in an adapter's config
 DEFAULT_BASE = f"draftless:{NAME}"  # as the base: the default model, whose file is elsewhere on another machine
-SELECTED = "selected"  # the name of an adapter in the copy of `select_adapter`
+SELECTED = "draftless_selected"  # the name of an adapter in the copy of `select_adapter`
 PEFT_ADVICE = 'adapters need the peft package: run pip install "draftless[lora]"'
 
 
@@ -81,15 +81,12 @@ def select_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
     Raises ValueError for an adapter that the model does not have, and if one is merged into its weights.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    own = copy_modules(model)
-    layers = [each for each in own.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    known = set[str]().union(*map(_list_adapters, layers))
+    known = list_adapters(model)
     if name not in known:
         has = f"; it has {', '.join(sorted(known))}" if known else ""
         raise ValueError(f"the model has no adapter {name!r}{has}")
+    own = copy_modules(model)
+    layers = _list_layers(own)
     if any(getattr(layer, "merged_adapters", None) for layer in layers):
         raise ValueError("an adapter is merged into the weights; call unmerge_adapter() first")
     for layer in layers:
@@ -97,8 +94,19 @@ def select_adapter(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return own
 
 
-def _list_adapters(layer: Any) -> set[str]:
-    """The names of a layer's adapters."""
+def list_adapters(model: PreTrainedModel) -> set[str]:
+    """The names of a model's adapters."""
+    return set[str]().union(*map(_list_names, _list_layers(model)))
+
+
+def _list_layers(model: PreTrainedModel) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    return [each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+
+
+def _list_names(layer: Any) -> set[str]:
     return {*(layer._adapters if hasattr(layer, "_adapters") else layer._get_available_adapters())}
 
 
@@ -107,8 +115,10 @@ def _keep_adapter(layer: Any, name: str, known: set[str]) -> None:
 
     The layer's own `set_adapter` would also decide which of the shared tensors are trained.
     """
-    has_it = name in _list_adapters(layer)
-    for by_adapter in [*vars(layer).values(), *layer._modules.values()]:  # scales, matrices and so on
+    has_it = name in _list_names(layer)
+    of_module = layer._modules, layer._parameters, layer._buffers
+    by_name = [each for each in vars(layer).values() if not any(each is other for other in of_module)]
+    for by_adapter in [*by_name, *layer._modules.values()]:  # scales, matrices and so on
         if hasattr(by_adapter, "keys") and hasattr(by_adapter, "clear") and known & {*by_adapter.keys()}:
             kept = {SELECTED: by_adapter[name]} if name in by_adapter.keys() else {}  # noqa: SIM118 - of peft's BufferDict
             by_adapter.clear()

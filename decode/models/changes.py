@@ -120,11 +120,11 @@ class ModelWatch:
     hold its lock.
 
     changes: of the weights since all that was computed from them was right, as `Snapshot.find_change` tells them.
-    version: how often they changed.
+    version: how often they changed. moves: how often to other tensors, modules or adapters.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.version, self.changes, self.lock = 0, set[str](), RLock()
+        self.version, self.moves, self.changes, self.lock = 0, 0, set[str](), RLock()
         self._snapshots: WeakKeyDictionary[PreTrainedModel, Snapshot] = WeakKeyDictionary({model: Snapshot(model)})
 
     @property
@@ -151,6 +151,7 @@ class ModelWatch:
                     self._snapshots[model] = now
                     self.changes.add(change)
                     self.version += 1
+                    self.moves += change == MOVED
                 break
             return self.version
 

@@ -35,6 +35,8 @@ def unwrap(model: Any) -> PreTrainedModel:
             model = model._orig_mod
             continue
         configs = getattr(model, "peft_config", {}).values()
+        if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+            raise ValueError("this peft model has an activated LoRA, which its own forward turns on; it cannot be used")
         if any(getattr(config, "is_prompt_learning", False) for config in configs):
             raise ValueError(
                 "this peft model has a prompt-learning adapter, which adds virtual tokens in its own forward; "

@@ -44,10 +44,25 @@ class StockModel(Protocol):
     def run(self, cache: Cache, counts: Tensor | None = None, **inputs: Any) -> ModelOutput: ...
 
 
+class StandIn:
+    """A `forward` that a device has put in the place of a module's own. It is for this module alone."""
+
+
 def copy_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model's modules. Its tensors and packed layers are shared."""
-    packed = (module for module in model.modules() if isinstance(module, PackedLayer))
-    return deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers(), *packed)})
+    """A copy of a model's modules. Its tensors and packed layers are shared. Hooks are copied, too."""
+    modules = [*model.modules()]
+    packed = [module for module in modules if isinstance(module, PackedLayer)]
+    replaced = [vars(module)["forward"] for module in modules if _is_replaced(module)]
+    shared = (*model.parameters(), *model.buffers(), *packed, *replaced)
+    own = deepcopy(model, {id(each): each for each in shared})
+    for module in own.modules():
+        if _is_replaced(module):
+            del module.forward
+    return own
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), StandIn)
 
 
 @contextmanager

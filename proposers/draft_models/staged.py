@@ -117,10 +117,9 @@ class StagedProposer:
     def _decode(self, step: Step, levels: int) -> dict[int, Request]:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
         assert self._engine is not None
-        scheduler = self._engine.scheduler
-        scheduler.rows = max(scheduler.rows, len(step.request_ids))
-        assert scheduler.prefixes is not None
-        scheduler.prefixes.most = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
+        self._engine.scheduler.rows = max(self._engine.rows, len(step.request_ids))
+        assert self._engine.prefixes is not None
+        self._engine.prefixes.most = SPARE * self._bytes * sum(len(text) + levels + SLOTS for text in step.sequences)
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:

@@ -213,7 +213,7 @@ def test_steps_of_a_fixed_shape_outlive_a_first_prompt_that_fails(monkeypatch: p
 
 def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     engine = Engine(target, None, kept_bytes=400_000)
-    texts = engine.scheduler.prefixes
+    texts = engine.prefixes
     assert texts is not None
     kept = []
     for number in range(12):
@@ -234,7 +234,7 @@ def test_the_bytes_of_kept_texts_are_limited(target: Target) -> None:
     for _ in range(2):
         request = engine.add([3] * 20, max_new_tokens=2, stop_ids=[])
         list(engine)
-    assert engine.scheduler.prefixes is None and request.stats.reused == 0
+    assert engine.prefixes is None and request.stats.reused == 0
 
 
 def assert_alone(target: Target, requests: list[Request], **settings: Any) -> None:

@@ -92,8 +92,8 @@ def test_beginnings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(self: StagedProposer, step: Step, levels: int) -> Any:
         found = decode(self, step, levels)
         reused.extend(len(step.sequences[0]) - request.stats.reused for request in found.values())
-        assert self._engine is not None and self._engine.scheduler.prefixes is not None
-        kept.append(len(self._engine.scheduler.prefixes._texts))
+        assert self._engine is not None and self._engine.prefixes is not None
+        kept.append(len(self._engine.prefixes._texts))
         return found
 
     monkeypatch.setattr(StagedProposer, "_decode", note)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from decode import Engine, Target, generate, stream
+from decode.models.stock_model import StandIn
 from decode.requests.answer import Answer
 from proposers import EagleProposer, NGramProposer
 from tests.support.drafting import make_head
@@ -120,6 +124,11 @@ def test_what_cannot_be_answered_with_an_adapter_is_refused() -> None:
         engine.add(PROMPT, adapter="a")
     with pytest.raises(ValueError, match=r"the model has no adapter 'a'$"):
         Engine(Target(tiny("llama")), None).add(PROMPT, adapter="a")
+    with pytest.raises(TypeError, match=r"adapter is \['a'\]; it is the name of an adapter, or None"):
+        engine.add(PROMPT, adapter=["a"])
+    activated = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5])
+    with pytest.raises(ValueError, match=r"an activated LoRA, which its own forward turns on"):
+        Target(get_peft_model(tiny("llama"), activated).eval())
     adapted.merge_adapter(["a"])
     with pytest.raises(ValueError, match=r"merged into the weights; call unmerge_adapter\(\) first"):
         Target(adapted).adapt("b")
@@ -202,3 +211,74 @@ def test_an_answer_goes_on_under_new_weights_if_it_says_so() -> None:
     assert "ask again" in str(read_answer(ending).error) and read_answer(waiting).finish == "length"
     with pytest.raises(TypeError, match="follow_weights is 1; it is True or False"):
         engine.add(PROMPT, follow_weights=1)
+
+
+def test_without_copies_adapters_follow_the_model_by_themselves() -> None:
+    adapted = make_adapted(torch.float64)
+    engine, longer = Engine(Target(adapted), "ngram"), SETTINGS | {"max_new_tokens": 20}
+    requests = [engine.add(PROMPT, adapter=name, follow_weights=True, **longer) for name in (None, "a")]
+    for _ in range(4):
+        engine.step()
+    adapted.set_adapter("b")
+    list(engine)
+    assert [each.finish for each in requests] == ["length", "length"]
+    target = Target(adapted)
+    adapted.set_adapter("c")
+    assert tell_text(target) == tell_text(target.adapt("c")) == tell_expected(adapted, "c")
+
+
+def test_an_adapter_may_be_named_first_while_another_thread_decodes() -> None:
+    engine = Engine(Target(make_adapted(torch.float64)), "ngram")
+    first = engine.add(PROMPT, **SETTINGS | {"max_new_tokens": 200})
+    with ThreadPoolExecutor(1) as pool:
+        driving = pool.submit(list, engine)
+        others = [engine.add(PROMPT, adapter=name, **SETTINGS) for name in "abc"]
+        driving.result()
+    list(engine)
+    assert [read_answer(each).finish for each in (first, *others)] == ["length"] * 4
+
+
+def test_what_an_adapter_had_is_freed_with_it() -> None:
+    adapted = make_adapted(torch.float64)
+    target = Target(adapted)
+    engine = Engine(target, None)
+    for name in "ab":
+        list(engine.add(PROMPT, adapter=name, **SETTINGS))
+    weight = ref(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_A["b"].weight)
+    adapted.delete_adapter("b")
+    list(engine.add(PROMPT, adapter="c", **SETTINGS))
+    gc.collect()
+    assert weight() is None and engine.running == 0
+    held, gone = ref(target), ref(target.adapt("a"))
+    engine.close()
+    del target, engine
+    gc.disable()
+    try:
+        gc.collect()
+        target = Target(adapted)
+        held = ref(target)
+        target.adapt("a")
+        del target
+        assert held() is None and gone() is None  # without a cycle
+    finally:
+        gc.enable()
+
+
+def test_copies_of_a_target_with_compiled_layers_leave_them_there() -> None:
+    class Kernel(StandIn):
+        def __init__(self, layer: nn.Module) -> None:
+            self.layer = ref(layer)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            layer: Any = self.layer()
+            return type(layer).forward(layer, *args, **kwargs)
+
+    adapted = make_adapted(torch.float64)
+    target, expected = Target(adapted), tell_expected(adapted, "b")
+    layers = [module for module in target.model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    for layer in layers:
+        layer.forward = Kernel(layer)  # type: ignore[assignment]
+    assert tell_text(target.adapt("b")) == expected
+    assert all("forward" not in vars(module) for module in target.adapt("b").model.modules())
+    Target(target.model)
+    assert all(isinstance(layer.forward, Kernel) for layer in layers)
