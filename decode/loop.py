@@ -31,13 +31,19 @@ class Batch:
     """The requests that are decoded together, a row each. It begins with the first prompts and ends with the last row.
 
     nodes: the most nodes of a tree, root included. rule: how trees are accepted. prefixes: gets the texts of requests
-    that have ended.
+    that have ended. version: of the weights.
     """
 
     def __init__(
-        self, target: Target, proposer: Proposer, nodes: int, rule: AcceptanceRule, prefixes: Prefixes | None = None
+        self,
+        target: Target,
+        proposer: Proposer,
+        nodes: int,
+        rule: AcceptanceRule,
+        prefixes: Prefixes | None = None,
+        version: int = 0,
     ) -> None:
-        self.target, self.nodes, self.rule, self.prefixes = target, nodes, rule, prefixes
+        self.target, self.nodes, self.rule, self.prefixes, self.version = target, nodes, rule, prefixes, version
         self.drafting = Drafting(proposer, target)
         self.session: Session | None = None  # until the first prompts are read
         self._own: Session | None = None  # the same while they are read
@@ -132,7 +138,7 @@ class Batch:
         if self.prefixes is not None:
             for text, request in zip(self.list_texts(), requests, strict=True):
                 if request.finish not in (None, "error"):
-                    self.prefixes.add(text)
+                    self.prefixes.add(text, self.version)
                 if request.finish:
                     self._features.pop(request.request_id, None)
         if not running:

@@ -174,8 +174,13 @@ class Prefixes:
     def bytes(self) -> int:
         return sum(text.count_bytes() for text in self._texts.values())
 
-    def add(self, text: Text) -> None:
-        """Keep a copy of a text, as far as its row can go back. Others that it begins with are dropped."""
+    def add(self, text: Text, version: int) -> None:
+        """Keep a copy of a text, as far as its row can go back. Others that it begins with are dropped.
+
+        version: of the weights that computed it. Nothing is kept if another target has seen that they have changed.
+        """
+        if version != self._version:
+            return
         length = text.session.find_beginning(text.row, len(text.tokens))
         text = text if length == len(text.tokens) else text.first(length)
         if len(text.tokens) < SHORTEST or text.count_bytes(len(text.tokens)) > self.most:

@@ -132,7 +132,7 @@ class Scheduler:
     def _begin_batch(self) -> Batch:
         if find_member(self.proposer, "adaptive"):
             self.target.warm_up(self.rows)
-        return Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes)
+        return Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes, self._version)
 
     def _take_alike(self, left: int, most: int) -> list[Request]:
         """The next waiting request, and others whose prompts have a similar length and fit into a part with it.

@@ -282,3 +282,20 @@ def test_copies_of_a_target_with_compiled_layers_leave_them_there() -> None:
     assert all("forward" not in vars(module) for module in target.adapt("b").model.modules())
     Target(target.model)
     assert all(isinstance(layer.forward, Kernel) for layer in layers)
+
+
+def test_a_text_of_earlier_weights_is_not_kept_after_another_adapter_has_seen_the_change() -> None:
+    adapted = make_adapted(torch.float64)
+    target = Target(adapted)
+    engine, longer = Engine(target, None), SETTINGS | {"max_new_tokens": 20}
+    first, second = (engine.add(PROMPT, adapter=name, **longer) for name in ("a", "b"))
+    for _ in range(4):
+        engine.step()
+    with torch.no_grad():
+        adapted.base_model.model.model.layers[0].mlp.up_proj.weight.neg_()
+    engine.step()  # of a, which ends its request
+    assert first.finish == "error" and second.finish is None
+    engine.cancel(second)
+    again = [engine.add(PROMPT, adapter=name, **SETTINGS) for name in "ab"]
+    list(engine)
+    assert [read_answer(each).tokens for each in again] == [tell_expected(adapted, name) for name in "ab"]
