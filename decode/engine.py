@@ -38,11 +38,10 @@ class Engine:
     Adapters that requests name get a proposer each, so `proposer` is then a name, None, or a function that makes one.
     rows: requests that are decoded together, of those with the same adapter; others wait for their turn.
     nodes: the most nodes of a tree, root included.
-    part: the most tokens of prompts that are read between two steps of the others; None: as many as take `PATIENCE`
-    times as long as a pass over one token. While nothing is decoded, prompts are read at once.
-    kept_bytes: of keys, values and features of texts that have ended. A prompt that begins like one
-    of them, or like the text of a request that runs, is read from there on. 0: nothing is kept, and prompts are read
-    whole.
+    part: the most tokens of prompts that are read between two steps of the others; None: as many as take ten times as
+    long as a pass over one token. While nothing is decoded, prompts are read at once.
+    kept_bytes: of keys, values and features of texts that have ended. A prompt that begins like one of them, or like
+    the text of a request that runs, is read from there on. 0: nothing is kept, and prompts are read whole.
 
     A request's answer does not depend on the others. Where it fails, it ends with "error" and they go on. Raises
     ValueError and TypeError as `stream` does.

@@ -192,8 +192,8 @@ class Target:
         """Make anew what was computed from the model's weights. Call it after changing them, while no step runs.
 
         Packed copies of tensors that were written in place, by an optimizer for example, are written in place too. If
-        there are other tensors, modules or adapters, all copies are made anew. Requests that run end with
-        "error", and texts that engines have kept are dropped.
+        there are other tensors, modules or adapters, all copies are made anew. Requests that run end with "error",
+        but for those with `follow_weights`, and texts that engines have kept are dropped.
 
         Raises ValueError if the model is gone, in training mode, or has another form, and for other tensors of a model
         that was packed before, whose copies are the only ones.
