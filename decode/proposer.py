@@ -291,6 +291,13 @@ HINTS = {  # for a class of one's own
 
 def check_proposer(proposer: Any) -> None:
     """Raise TypeError, with the right call, for anything but a proposer, a name, a function or None."""
+    if isinstance(proposer, FUNCTIONS):
+        try:
+            signature(proposer).bind(None)
+        except TypeError as error:
+            raise TypeError(
+                f"the proposer is a function that cannot be called with a target; give {LOAD_CALL}"
+            ) from error
     if makes_proposers(proposer):
         return
     missing = [name for name in ("layers", "propose") if not hasattr(proposer, name)]
