@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -74,8 +73,8 @@ class Engine:
             rule=self._rule,
         )
         self.scheduler = self._make_scheduler(target, as_proposer(proposer, target))
-        self._adapted: dict[str, Scheduler] = {}  # by adapter
-        self._turns = deque([self.scheduler])  # all schedulers; the first one is the next to make a step
+        # By adapter. Those that have waited longest for a step come first.
+        self._schedulers: dict[str | None, Scheduler] = {None: self.scheduler}
         self._ids, self._adding, self._stepping = count(), RLock(), RLock()
         self._requests: dict[int, Request] = {}  # that have not ended, by id
         self._is_closed = self._has_cancelled = False
@@ -145,6 +144,8 @@ class Engine:
         with self._adding:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; make another")
+            if scheduler.is_forgotten:
+                raise ValueError(f"the model no longer has the adapter {scheduler.target.adapter!r}")
             for request in requests:
                 if request.request_id in self._requests:
                     raise ValueError(f"request {request.request_id} is running; give each request an id of its own")
@@ -157,11 +158,12 @@ class Engine:
 
     def _find_scheduler(self, adapter: str | None) -> Scheduler:
         """That of an adapter, whose requests share passes."""
-        if not isinstance(adapter, str | None):
+        if adapter is None:
+            return self.scheduler
+        if not isinstance(adapter, str):
             raise TypeError(f"adapter is {adapter!r}; it is the name of an adapter, or None")
-        known = self.scheduler if adapter is None else self._adapted.get(adapter)
-        if known is not None or adapter is None:
-            return known or self.scheduler
+        if (known := self._schedulers.get(adapter)) is not None:
+            return known
         with self._stepping:  # modules are copied, so none may run
             target = self.target.adapt(adapter)
             if not makes_proposers(self._given):
@@ -169,19 +171,19 @@ class Engine:
                     f"a {type(self._given).__name__} cannot draft for several adapters; give the engine a name, "
                     "such as 'auto', or a function that makes a proposer for a target"
                 )
-            if adapter not in self._adapted:
+            if adapter not in self._schedulers:
                 self._forget_adapters()
-                self._adapted[adapter] = self._make_scheduler(target, as_proposer(self._given, target))
-                self._turns.append(self._adapted[adapter])
-            return self._adapted[adapter]
+                self._schedulers[adapter] = self._make_scheduler(target, as_proposer(self._given, target))
+            return self._schedulers[adapter]
 
     def _forget_adapters(self) -> None:
         """Free what adapters have that the model does not have any more."""
         names = list_adapters(self.target.model)
-        for name, scheduler in [*self._adapted.items()]:
-            if name not in names and not scheduler.is_busy:
-                del self._adapted[name]
-                self._turns.remove(scheduler)
+        with self._adding:
+            for name, scheduler in [*self._schedulers.items()]:
+                if name is not None and name not in names and not scheduler.is_busy:
+                    del self._schedulers[name]
+                    scheduler.is_forgotten = True
 
     def cancel(self, request: Request) -> None:
         """End a request with "cancelled" at the next step. One that has ended stays as it is."""
@@ -213,7 +215,7 @@ class Engine:
     @property
     def running(self) -> int:
         """How many requests are decoded."""
-        return sum(scheduler.running for scheduler in [*self._turns])
+        return sum(scheduler.running for scheduler in [*self._schedulers.values()])
 
     @property
     def waiting(self) -> int:
@@ -225,9 +227,8 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Chunk]:
-        """One pass over the trees of all rows, and one over a part of the next prompts. Returns what they added.
-
-        Requests with other adapters take turns, step by step.
+        """One pass over the trees of all rows with the same adapter, and one over a part of their next prompts. Returns
+        what they added. Adapters take turns.
 
         An error that is not of one request alone ends all requests, and is raised.
         """
@@ -248,10 +249,11 @@ class Engine:
 
     def _find_turn(self) -> Scheduler | None:
         """The next scheduler that has something to do. The others come before it the next time."""
-        busy = next((each for each in self._turns if each.is_busy), None)
-        if busy is not None:
-            self._turns.rotate(-1 - self._turns.index(busy))
-        return busy
+        for adapter, scheduler in self._schedulers.items():
+            if scheduler.is_busy:
+                self._schedulers[adapter] = self._schedulers.pop(adapter)
+                return scheduler
+        return None
 
     def _end_cancelled(self) -> list[Chunk]:
         """End the requests that were cancelled."""
@@ -259,7 +261,7 @@ class Engine:
         with self._adding:
             cancelled = [request for request in self._requests.values() if request.is_cancelled]
         chunks = [self.scheduler.end(request, "cancelled") for request in cancelled]
-        for scheduler in self._turns:
+        for scheduler in self._schedulers.values():
             scheduler.drop()
         return chunks
 
@@ -298,7 +300,7 @@ class Engine:
         with self._adding:
             ended = [request for request in self._requests.values() if request.answer is None]
             self._requests.clear()
-            for scheduler in self._turns:
+            for scheduler in self._schedulers.values():
                 scheduler.drop_all()
         for request in ended:  # a step that was cut short may have ended some without their answers
             self.scheduler.end(request, request.finish or finish, request.exception if request.finish else error)

@@ -31,7 +31,7 @@ class Batch:
     """The requests that are decoded together, a row each. It begins with the first prompts and ends with the last row.
 
     nodes: the most nodes of a tree, root included. rule: how trees are accepted. prefixes: gets the texts of requests
-    that have ended. version: of the weights.
+    that have ended; None: none are kept. version: of the weights.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Batch:
         proposer: Proposer,
         nodes: int,
         rule: AcceptanceRule,
-        prefixes: Prefixes | None = None,
-        version: int = 0,
+        prefixes: Prefixes | None,
+        version: int,
     ) -> None:
         self.target, self.nodes, self.rule, self.prefixes, self.version = target, nodes, rule, prefixes, version
         self.drafting = Drafting(proposer, target)

@@ -32,6 +32,8 @@ class Scheduler:
     that have ended, for all schedulers of an engine; None: none are kept. rule: how trees are accepted.
     """
 
+    is_forgotten = False  # its adapter is gone, and it makes no steps any more
+
     def __init__(
         self,
         target: Target,

@@ -39,8 +39,7 @@ METRICS = "rollout/spec_accept_rate", "rollout/spec_accept_length", "rollout/tim
 class Rollouts:
     """Answers to the prompts of a trainer, from the model that it trains. Lossless, as `generate` is.
 
-    proposer: as in `decode.stream`. It is kept, so it draws on what earlier
-    answers taught it.
+    proposer: as in `decode.stream`. It is kept, so it draws on what earlier answers taught it.
     rows: answers that are decoded together; others wait, and join as these end. Equal prompts are read once.
     nodes, accelerate: as in `Engine` and `Target`. Packed copies follow the weights before each call.
     refresh: after so many calls, the proposer's head is trained further on their answers (`HeadRefresh`); None: never.

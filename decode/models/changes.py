@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.models.compatibility import TRAINING, in_training, refuse_merged_adapters
+from decode.models.compatibility import (
+    TRAINING,
+    in_training,
+    refuse_activated_adapters,
+    refuse_merged_adapters,
+)
 from decode.weights.layers import sample
 
 FORM = (  # of a config: what a target reads once
@@ -39,7 +44,7 @@ class Snapshot:
         modules, config = [*model.modules()], model.config.get_text_config(decoder=True)
         still = [module for module in modules if not hasattr(module, "_hf_hook")]
         self._config, self.form = config, describe_form(model)
-        # No loop of Python's compares these hundreds of dicts: that takes a third of the time, in each step.
+        # Hundreds of dicts are compared in each step. A loop of Python's would take three times as long.
         children, own = [each._modules for each in modules], [each._parameters for each in still]
         self._empty = [each for each in (*children, *own) if not each]
         self._children, self._dicts = [each for each in children if each], [each for each in own if each]
@@ -148,6 +153,7 @@ class ModelWatch:
                     _refuse_form(snapshot.form, describe_form(model))
                 if change:
                     now = Snapshot(model)
+                    refuse_activated_adapters(now.adapted)
                     self._snapshots[model] = now
                     self.changes.add(change)
                     self.version += 1

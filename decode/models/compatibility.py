@@ -35,8 +35,6 @@ def unwrap(model: Any) -> PreTrainedModel:
             model = model._orig_mod
             continue
         configs = getattr(model, "peft_config", {}).values()
-        if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
-            raise ValueError("this peft model has an activated LoRA, which its own forward turns on; it cannot be used")
         if any(getattr(config, "is_prompt_learning", False) for config in configs):
             raise ValueError(
                 "this peft model has a prompt-learning adapter, which adds virtual tokens in its own forward; "
@@ -67,6 +65,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if any(map(in_training, model.modules())):
         raise ValueError(TRAINING)
     refuse_merged_adapters(model.modules())
+    refuse_activated_adapters(model.modules())
     config = model.config.get_text_config(decoder=True)
     name = config.model_type
     if model.config.is_encoder_decoder or not model.can_generate():
@@ -116,6 +115,14 @@ def refuse_merged_adapters(modules: Iterable[nn.Module]) -> None:
                 "an adapter is merged into the weights and disabled, so the next pass would change them; call "
                 "unmerge_adapter() first"
             )
+
+
+def refuse_activated_adapters(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError for layers with activated LoRA (aLoRA), which peft's own forward turns on for some tokens."""
+    for module in modules:
+        variants = vars(module).get("lora_variant", {}).values()
+        if any(type(variant).__name__.startswith("ALora") for variant in variants):
+            raise ValueError("the model has an adapter of activated LoRA, which only peft's own forward can turn on")
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:

@@ -127,8 +127,14 @@ def test_what_cannot_be_answered_with_an_adapter_is_refused() -> None:
     with pytest.raises(TypeError, match=r"adapter is \['a'\]; it is the name of an adapter, or None"):
         engine.add(PROMPT, adapter=["a"])
     activated = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5])
-    with pytest.raises(ValueError, match=r"an activated LoRA, which its own forward turns on"):
+    with pytest.raises(ValueError, match=r"an adapter of activated LoRA, which only peft's own forward can turn on"):
         Target(get_peft_model(tiny("llama"), activated).eval())
+    model = get_peft_model(tiny("llama"), LoraConfig(target_modules=["q_proj"])).eval()
+    late = Target(model)
+    model.add_adapter("late", activated)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"an adapter of activated LoRA"):
+            tell_text(late)
     adapted.merge_adapter(["a"])
     with pytest.raises(ValueError, match=r"merged into the weights; call unmerge_adapter\(\) first"):
         Target(adapted).adapt("b")
@@ -245,8 +251,12 @@ def test_what_an_adapter_had_is_freed_with_it() -> None:
     for name in "ab":
         list(engine.add(PROMPT, adapter=name, **SETTINGS))
     weight = ref(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_A["b"].weight)
+    late = engine._find_scheduler("b")  # as another thread may have found it
     adapted.delete_adapter("b")
     list(engine.add(PROMPT, adapter="c", **SETTINGS))
+    with pytest.raises(ValueError, match="no longer has the adapter 'b'"):
+        engine._submit([], late)
+    del late
     gc.collect()
     assert weight() is None and engine.running == 0
     held, gone = ref(target), ref(target.adapt("a"))

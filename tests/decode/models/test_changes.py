@@ -220,6 +220,23 @@ class Asked:
                 assert generate(target, PROMPT + found[:begin], None, **settings)[0].tokens == found[begin:end]
 
 
+def follow_change(adapted: Any, target: Target, call: Callable[[], Any]) -> bool:
+    """Make a call after a change, and what its error says. Returns whether the target can follow."""
+    try:
+        call()
+    except ValueError as error:
+        assert re.search(SENTENCE, str(error)), error
+        adapted.eval()
+        if not re.search(rf"{RENEW}|model.eval", str(error)):
+            return False
+        try:
+            target.weights_changed()
+        except ValueError as form:
+            assert "make a new one: Target(" in str(form)
+            return False
+    return True
+
+
 def run_engine_schedule(seed: int) -> Counter[str]:
     """Ask, step, cancel and change in a random order. Returns how the requests ended."""
     choose = random.Random(seed)
@@ -254,21 +271,9 @@ def run_engine_schedule(seed: int) -> Counter[str]:
             weights = deepcopy(adapted).eval()
             for each in running:
                 each.parts.append((len(each.request.sequence) - len(PROMPT), weights))
-            try:
-                if choose.random() < 0.5 and name != "through data":
-                    engine.step()
-                else:
-                    target.weights_changed()
-            except ValueError as error:
-                assert re.search(SENTENCE, str(error)), error
-                adapted.eval()
-                if not re.search(rf"{RENEW}|model.eval", str(error)):
-                    break
-                try:
-                    target.weights_changed()
-                except ValueError as form:
-                    assert "make a new one: Target(" in str(form)
-                    break
+            is_noticed = name != "through data" and choose.random() < 0.5  # by the next step
+            if not follow_change(adapted, target, engine.step if is_noticed else target.weights_changed):
+                break
     with suppress(ValueError):  # the model has another form
         list(engine)
     ends = Counter[str]()
