@@ -6,6 +6,7 @@ from heads.checkpoint import load_head, save_head
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
 from heads.hydra import HydraConfig, HydraHead
+from heads.jump import JumpConfig, JumpHead
 from heads.kinds import KINDS, Kind
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
@@ -25,6 +26,8 @@ __all__ = [
     "EagleHead",
     "HydraConfig",
     "HydraHead",
+    "JumpConfig",
+    "JumpHead",
     "Kind",
     "LayerCache",
     "LayerConfig",

@@ -17,6 +17,7 @@ from heads.formats.layout import Format
 from heads.formats.medusa import HYDRA, MEDUSA
 from heads.formats.mtp import MTP
 from heads.hydra import HydraConfig, HydraHead
+from heads.jump import JumpConfig, JumpHead
 from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
 from heads.vocabulary import HeadConfig, VocabularyHead
@@ -41,6 +42,7 @@ class Kind:
     begins_as: ClassVar[str] = ""  # another kind, whose heads a training can start from
     in_checkpoint: ClassVar[bool] = False  # the target's own checkpoint has one
     has_own_scale: ClassVar[bool] = False  # of the target's embeddings; else it reads them as the target does
+    copies_layer: ClassVar[bool] = False  # of the target: the one between the two hidden states that it reads
     trains_output: ClassVar[bool] = True  # else an output matrix of its own is a copy of the target's
     servers: ClassVar[tuple[str, ...]] = ()  # that have a class for it
     drafts_at_once: ClassVar[bool] = False  # as many tokens as it has heads, in servers
@@ -95,6 +97,11 @@ class DFlash(Kind):
     servers, drafts_at_once = ("vllm",), True
 
 
+class Jump(Kind):
+    network, config = JumpHead, JumpConfig
+    options, copies_layer, trains_output = ("window",), True, False
+
+
 class Mtp(Kind):
     network, config, format = MtpHead, MtpConfig, MTP
     in_checkpoint, trains_output = True, False
@@ -102,7 +109,7 @@ class Mtp(Kind):
 
 # In this order a published file is recognized: a module or a head in a whole model's file comes first.
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (Mtp(), Hydra(), Medusa(), DFlash(), PEagle(), Eagle3(), Eagle(), MultiToken())
+    kind.name: kind for kind in (Mtp(), Hydra(), Medusa(), DFlash(), PEagle(), Eagle3(), Eagle(), MultiToken(), Jump())
 }
 
 

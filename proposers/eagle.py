@@ -20,7 +20,6 @@ from proposers.fast_heads import FastPass, pad_tokens
 from proposers.feature_history import READ_AT_ONCE, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
-from proposers.search import Drafter
 from proposers.tree_proposer import Inputs
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
@@ -97,7 +96,7 @@ class EagleProposer(HeadProposer):
         held = self._history.cache.held
         return None if held is None else held[0]
 
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Any:
         cache, states = self._history.cache, inputs.get("states")
         if states is None:
             cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
@@ -111,6 +110,25 @@ class MtpProposer(EagleProposer):
     """Drafts with an `MtpHead`, one pass of it a level."""
 
     may_be_graph = False  # its layer is transformers' own code
+
+
+class JumpProposer(EagleProposer):
+    """Drafts with a `JumpHead`. Slot i of its cache is for token i of the text: its keys and values are all that is
+    read of it. A draft begins with a pass over its root."""
+
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+        return self.head.above(HeadProposer.read_features(self, target, cache, part))
+
+    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
+        cache = self._history.make_cache(1)
+        cache.write(*self.head.read(features[:, :end], cache.positions(end, text.device)))
+        self.hold_along(cache, begin, end)
+        return {"states": self.head.above(features[0, begin:end])}
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter:
+        drafter, roots = super().start_drafter(inputs, target), inputs["roots"][:, None]
+        drafter.extend(torch.zeros_like(roots), roots)
+        return drafter
 
 
 class PEagleProposer(EagleProposer):

@@ -18,7 +18,7 @@ from heads.kinds import add_kind, get_kind
 from proposers.dflash import DFlashProposer
 from proposers.draft_models.loading import is_trained_draft
 from proposers.draft_models.proposer import DraftProposer
-from proposers.eagle import EagleProposer, MtpProposer, PEagleProposer
+from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
@@ -34,6 +34,7 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "eagle3": EagleProposer,
     "peagle": PEagleProposer,
     "dflash": DFlashProposer,
+    "jump": JumpProposer,
     "mtp": MtpProposer,
 }
 SHAPE = "nodes", "depth", "width"

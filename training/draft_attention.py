@@ -84,8 +84,9 @@ def attend_to_text(window: int | None, queries: Tensor, keys: Tensor, values: Te
 class UnrolledContext:
     """The keys and values that a head's layers attend to when drafts from all anchors are unrolled at once.
 
-    The first pass is over whole texts. Each later pass is one drafting step from the anchors `columns` [B, A], which
-    attends to the text up to its anchor and to its own draft: T + S scores per query, not T x S as with one mask.
+    The first pass is over whole texts, unless `add_text` gives what they leave. Each later pass is one drafting step
+    from the anchors `columns` [B, A], which attends to the text up to its anchor and to its own draft: T + S scores per
+    query, not T x S as with one mask.
     window: of `LayerConfig`.
     """
 
@@ -93,6 +94,11 @@ class UnrolledContext:
         self.columns, self.window = columns, window
         self.text: list[tuple[Tensor, Tensor]] = []  # of each layer
         self.drafts: list[list[tuple[Tensor, Tensor]]] = []  # of each layer, by drafting step
+
+    def add_text(self, keys: Tensor, values: Tensor) -> None:
+        """Take those of whole texts for the next layer."""
+        self.text.append((keys, values))
+        self.drafts.append([])
 
     def select(self, places: Tensor) -> None:
         """Go on with some of the anchors, by their places [B, A]."""
@@ -102,8 +108,7 @@ class UnrolledContext:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int = 0) -> Tensor:
         """See `heads.layer_cache.Attend`."""
         if layer == len(self.text):
-            self.text.append((keys, values))
-            self.drafts.append([])
+            self.add_text(keys, values)
             return attend_to_text(self.window, queries, keys, values)
         drafts = self.drafts[layer]
         drafts.append((keys, values))

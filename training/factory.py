@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from decode import Target
 from decode.models.cut_model import cut_model
 from decode.models.facts import find_context
 from decode.models.fingerprint import fingerprint_vocabulary
+from decode.models.stock_model import find_decoder
 from heads import LayerConfig, choose_features
 from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
+from heads.jump import JumpHead, LayerCopy, choose_jump, copy_layer
 from heads.kinds import get_kind
 from heads.mtp import describe_block
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
@@ -25,6 +27,7 @@ from training.objectives import DECAY, OBJECTIVES, Decay, Objective
 from training.teacher import Teacher
 
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
+FITTED_EXAMPLES = 64  # on which the linear maps of a new jump head are fitted
 
 
 def make_head(
@@ -57,10 +60,12 @@ def make_head(
     }
     if shape.get("pair_rank") == 0:  # as DFlash; with pairs, as DSpark
         sizes["from_anchor"] = False
+    seen = _see_layer(target, examples) if facts.copies_layer else None
+    own_layer = seen.copy.config if seen and seen.copy else _layer_config(target)
     found: dict[str, Callable[[], Any]] = {
-        "layer": lambda: replace(_layer_config(target), window=window, **facts.layer),
+        "layer": lambda: replace(own_layer, window=window, **facts.layer),
         "max_position_embeddings": lambda: getattr(model_config, "max_position_embeddings", None),
-        "features": lambda: choose_features(layers),
+        "features": lambda: choose_jump(layers) if seen else choose_features(layers),
         "block": lambda: describe_block(model_config),
         "mask_token": lambda: find_rarest(examples, vocab),
     }
@@ -71,7 +76,9 @@ def make_head(
     if len(drafted) < vocab:
         head.token_map.copy_(drafted)
     head.borrow(target.output_matrix, target.output_bias)
-    if "features" in names and hasattr(head, "norm"):
+    if seen is not None:
+        _begin_as_layer(head, seen)
+    elif "features" in names and hasattr(head, "norm"):
         _match_norm(head, target, examples)
     head.check_target(model_config.hidden_size, vocab, layers)
     if prefix:  # a new prefix layer changes nothing: its layer adds zero, and its norm keeps the features' size
@@ -191,3 +198,37 @@ def _match_norm(head: Any, target: Target, examples: Sequence[Example]) -> None:
         states = head.fuse(deep)
     normed = head.norm(states)
     head.norm.weight.copy_(last.abs().median(dim=0).values / normed.abs().median(dim=0).values.clamp(min=1e-6))
+
+
+class _SeenLayer(NamedTuple):
+    """What a jump head begins with: its layer, and the states around the target's on some texts. See `JumpHead.fit`."""
+
+    copy: LayerCopy | None
+    embedded: Tensor
+    features: Tensor
+    last: Tensor
+
+
+@torch.no_grad()
+def _see_layer(target: Target, examples: Sequence[Example]) -> _SeenLayer:
+    size, states = target.config.hidden_size, choose_jump(target.config.num_hidden_layers)
+    chosen, teacher = examples[:FITTED_EXAMPLES], Teacher(target, (*states, -1))
+    targets = [one for each in chosen for one in teacher.compute([each])]
+    layer = find_decoder(target.model)[1][states[0]]
+    below, above, _ = targets[0].features[None].split(size, dim=2)
+    embed = target.model.get_input_embeddings()
+    tokens = (torch.tensor(each.tokens[1:], device=target.device) for each in chosen)
+    before, own = (torch.cat([one.features[part] for one in targets]) for part in (slice(None, -1), slice(1, None)))
+    return _SeenLayer(
+        copy_layer(layer, target.config.to_dict(), below, above),
+        torch.cat([embed(each) for each in tokens]).float().cpu(),
+        torch.stack([before, own])[..., : 2 * size].float().cpu(),
+        own[:, 2 * size :].float().cpu(),
+    )
+
+
+def _begin_as_layer(head: JumpHead, seen: _SeenLayer) -> None:
+    """Start a jump head as the target's layer, if that has a copy, between linear maps."""
+    if seen.copy is not None:
+        head.layer.load_state_dict({name: tensor.float().cpu() for name, tensor in seen.copy.tensors.items()})
+    head.fit(seen.embedded, seen.features, seen.last)

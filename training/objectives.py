@@ -280,6 +280,33 @@ class RegressionObjective(EagleObjective):
         return self.regression * distance.sum(dtype=torch.float32)
 
 
+class JumpObjective(EagleObjective):
+    """The loss of a jump head: its drafting steps attend to the text by the target's own states, from the first on.
+
+    The squared distance between states and the target's, relative to the target's, is added to the token loss.
+    """
+
+    options = ("ttt_steps",)
+
+    def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        columns, chosen = gather_anchors(batch.answers)
+        rows = torch.arange(len(columns), device=columns.device)[:, None]
+        tokens, answers = (nn.functional.pad(part, (0, self.steps + 1)) for part in (batch.tokens, batch.answers))
+        positions = torch.arange(batch.tokens.shape[1], device=columns.device)[None]
+        context = UnrolledContext(columns, self.head.window)
+        context.add_text(*self.head.read(batch.features, positions))
+        states = self.head.above(batch.features[rows, columns])
+        for step in range(self.steps):
+            place = columns + 1 + step
+            states = self.head(self.embed(tokens[rows, place]), states, place, context.attend)
+            chosen = chosen & answers[rows, place]
+            yield states[chosen], rows.expand_as(columns)[chosen], place[chosen]
+
+    def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        wanted = self.head.above(batch.features[row, column]).float()
+        return ((states.float() - wanted).square().sum(dim=-1) / wanted.square().sum(dim=-1)).sum()
+
+
 class PEagleObjective(EagleObjective):
     """The loss of a head that drafts in one pass: its steps read no draft tokens, but what stands for unknown ones.
 
@@ -352,5 +379,6 @@ OBJECTIVES: dict[str, type[Objective]] = {  # by the kind of head
     "eagle3": EagleObjective,
     "peagle": PEagleObjective,
     "dflash": BlockObjective,
+    "jump": JumpObjective,
     "mtp": EagleObjective,
 }

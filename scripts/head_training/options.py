@@ -135,8 +135,8 @@ class TrainOptions:
         low=0,
     )
     window: int | None = number(
-        "multi-token, eagle, eagle3, peagle and dflash: attend to the last N tokens only, for texts much longer than "
-        "those that it is trained on"
+        "multi-token, eagle, eagle3, jump, peagle and dflash: attend to the last N tokens only, for texts much longer "
+        "than those that it is trained on"
     )
     prefix: bool = flag("hydra: a decoder layer first, which attends to the whole text (Hydra++)", False)
     output: Output | None = flag(

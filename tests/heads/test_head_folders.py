@@ -49,6 +49,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("peagle", {"layers": 3, "layer": {"window": 7}}),
     ("eagle3", {"layers": 2}),
     ("multi-token", {**ORIGIN, "draft_size": 5, "output": "own"}),
+    ("jump", {**ORIGIN, "draft_size": 5, "features": (3, 4), "layer": {"qkv_bias": True, "rope_scaling": YARN}}),
     ("mtp", {**ORIGIN, "draft_size": 5, "normed_feedback": True}),
     ("dflash", {**ORIGIN, "draft_size": 5}),
     ("dflash", {"layers": 1, "heads": 5, "layer": {"qk_norm": False, "rope_scaling": YARN}}),

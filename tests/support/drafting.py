@@ -14,6 +14,7 @@ from decode.devices.cost_curve import CostCurve
 from decode.devices.transfer import Upload
 from decode.requests.answer import Limits
 from heads import KINDS, LayerConfig, choose_features
+from heads.jump import choose_jump
 
 LAYER = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=16)
 SMALL_BLOCK: dict[str, Any] = {
@@ -37,6 +38,8 @@ def draw_head(
         defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
     if kind == "multi-token":
         defaults |= {"layer": LAYER}
+    if kind == "jump":
+        defaults = {"layer": LAYER, "features": (0, 1)}
     if kind == "mtp":
         defaults = {"block": SMALL_BLOCK | {"hidden_size": hidden_size}}
     head: Any = network(config(hidden_size, vocab_size, **{**defaults, **settings})).to(dtype)
@@ -55,6 +58,8 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     defaults: dict[str, Any] = {"target_layers": layers}
     if kind in ("eagle3", "peagle", "dflash"):
         defaults["features"] = choose_features(layers)
+    if kind == "jump":
+        defaults["features"] = choose_jump(layers)
     if prefix:
         defaults["prefix"] = LAYER
     head = draw_head(kind, width, target.vocabulary, target.dtype, seed, **{**defaults, **settings})

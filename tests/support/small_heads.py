@@ -26,7 +26,7 @@ def made(kind: str, *, layer: Mapping[str, Any] = {}, **settings: Any) -> Any:
     """A random head, which has borrowed the target's output matrix if it needs it. layer: what differs from `LAYER`."""
     if kind.startswith("eagle"):
         settings["layer"] = replace(LAYER, **{"input_norm": kind == "eagle3", **layer})
-    if kind in ("multi-token", "peagle", "dflash"):
+    if kind in ("multi-token", "peagle", "dflash", "jump"):
         settings["layer"] = replace(LAYER, **{"qk_norm": kind == "dflash", **layer})
     if kind in ("eagle3", "peagle", "dflash"):
         settings = {"features": (2, 5, 9), **settings}

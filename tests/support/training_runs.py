@@ -98,7 +98,9 @@ def train(place: Path, out: Path, *options: str) -> int:
     AcceleratorState._reset_state(reset_partial_state=True)
     given = ["--model", str(place), "--data", str(place / "answers.jsonl"), "--out", str(out), *OPTIONS]
     shape = SHAPE[:2] if {"peagle", "multi-token"} & {*options} else SHAPE
-    has_no_shape = {"eagle", "eagle3", "mtp", "draft"} & {*options} or any(".py:" in option for option in options)
+    has_no_shape = {"eagle", "eagle3", "jump", "mtp", "draft"} & {*options} or any(
+        ".py:" in option for option in options
+    )
     given += [] if has_no_shape else shape
     given += [option for option in options if option != ADAMW]
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Muon as TorchMuon
 
 from decode import Target
-from heads import HydraHead, LayerCache, MedusaHead, MultiTokenHead
+from heads import HydraHead, JumpHead, LayerCache, MedusaHead, MultiTokenHead
 from heads.layer_cache import attend
 from proposers.dflash import DFlashDrafter
 from proposers.eagle import draft_ahead
@@ -107,7 +107,7 @@ def make_batch(kind: str) -> Batch:
     answers = torch.zeros(3, 13, dtype=torch.bool)
     answers[0, 3:12] = True
     answers[1, 0:2] = answers[1, 5:9] = True
-    width = 3 * SIZE if kind in ("eagle3", "peagle", "dflash") else SIZE
+    width = SIZE * {"eagle3": 3, "peagle": 3, "dflash": 3, "jump": 2}.get(kind, 1)
     features = torch.randn(3, 13, width, generator=generator, dtype=torch.float64)
     p = torch.randn(3, 13, VOCABULARY, generator=generator, dtype=torch.float64).softmax(dim=-1)
     probabilities, labels = p.topk(LABELS)
@@ -131,6 +131,8 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
     if isinstance(head, HydraHead):
         after = EMBEDDING[tokens[len(features) - 1 :]]
         return [head(features[-1], after[: depth + 1], depth) for depth in range(steps)]
+    if isinstance(head, JumpHead):
+        return draft_jump(head, features[None], tokens[len(features) - 1 :], steps)
     inputs = head.fuse(features[None])
     states = []
     for _ in range(steps):
@@ -139,6 +141,23 @@ def draft(head: Any, features: Tensor, tokens: list[int], steps: int) -> list[Te
         states.append(head(embedded, inputs, positions, see(count, head.window))[0, -1])
         inputs = torch.cat([inputs, states[-1][None, None]], dim=1)
     return states
+
+
+def draft_jump(head: JumpHead, features: Tensor, tokens: list[int], steps: int) -> list[Tensor]:
+    """The states of a draft, whose tokens see the whole text and the ones before them."""
+    count = features.shape[1]
+    text, states = head.read(features, torch.arange(count)[None]), head.above(features[:, -1:])
+
+    def attend_to_both(queries: Tensor, *own: Tensor) -> Tensor:
+        parts = (torch.cat(pair, dim=2) for pair in zip(text, own, strict=True))
+        mask = see(count + queries.shape[2], head.window).keywords["mask"]
+        return attend(queries, *parts, mask=mask[:, :, count:])
+
+    for size in range(1, steps + 1):
+        positions = count + torch.arange(size)[None]
+        grown = head(EMBEDDING[tokens[:size]][None], states, positions, attend_to_both)
+        states = torch.cat([states, grown[:, -1:]], dim=1)
+    return [*states[0, 1:]]
 
 
 def add_up(head: Any, batch: Batch, loss: str, draft_from: DraftFrom) -> tuple[Tensor, list[int]]:
@@ -171,6 +190,7 @@ def add_up(head: Any, batch: Batch, loss: str, draft_from: DraftFrom) -> tuple[T
         *((kind, {"normed_feedback": True}, "kl", steps) for kind in ("eagle3", "mtp") for steps in (1, 2, 4)),
         ("eagle3", {"layer": replace(LAYER, window=5)}, "kl", 4),
         ("eagle3", {"layers": 2}, "kl", 3),
+        *(("jump", {"layer": replace(LAYER, window=window)}, "kl", 4) for window in (None, 5)),
         *(("multi-token", {"layer": replace(LAYER, window=window)}, "kl", HEADS) for window in (None, 5)),
     ],
 )
@@ -191,8 +211,12 @@ def test_an_objective_matches_a_draft_from_each_token(kind: str, settings: dict,
         tokens = batch.tokens[row].tolist()
         states = draft(head, batch.features[row, : column + 1], tokens[1:] + [0] * steps, steps)
         for depth, state in enumerate(states):
-            more = regression and nn.functional.smooth_l1_loss(state, batch.features[row, column + 1 + depth])
-            yield head.logits(state, depth), regression * more
+            wanted, more = batch.features[row, column + 1 + depth], 0.0
+            if kind == "jump":  # the second half is the state above its layer
+                more = (state - wanted[SIZE:]).square().sum() / wanted[SIZE:].square().sum()
+            elif regression:
+                more = regression * nn.functional.smooth_l1_loss(state, wanted)
+            yield head.logits(state, depth), more
 
     expected, anchors = add_up(head, batch, loss, draft_from)
     assert result.anchors.tolist() == anchors[:steps] and anchors[steps - 1] > 0

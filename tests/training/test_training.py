@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from heads import load_head
-from proposers import HEAD_PROPOSERS, EagleProposer
+from proposers import HEAD_PROPOSERS
 from tests.support.training_runs import (
     ADAMW,
     assert_same,
@@ -57,14 +57,15 @@ def uninterrupted(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ["eagle3"],
         pytest.param(["eagle3", "--fc-norm", "--normed-feedback"], marks=pytest.mark.slow),
         pytest.param(["peagle", "--epochs", "8"], marks=pytest.mark.slow),  # some of the drafts of a text in each step
+        ["jump"],
         pytest.param(["mtp"], marks=pytest.mark.slow),
         ["dflash"],
         pytest.param(["dflash", "--layers", "1", "--pair-rank", "0", "--epochs", "10"], marks=pytest.mark.slow),
     ],
 )
 def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: list[str]) -> None:
-    for kind in ("eagle", "eagle3", "mtp"):  # in 41 tokens deeper trees have no room
-        monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(EagleProposer, depth=3))
+    for kind in ("eagle", "eagle3", "jump", "mtp"):  # in 41 tokens deeper trees have no room
+        monkeypatch.setitem(HEAD_PROPOSERS, kind, partial(HEAD_PROPOSERS[kind], depth=3))
     answers = write_answers(tmp_path / "answers.jsonl", rows=600)
     options = ["--data", str(answers), "--epochs", "5", "--lr", "1e-2"]
     assert train(place, tmp_path / "out", *options, "--kind", *head) == 0
@@ -84,6 +85,7 @@ def test_a_head_learns_to_draft(place: Path, tmp_path: Path, monkeypatch: pytest
         (["eagle3"], "shared"),
         (["peagle"], "shared"),
         (["dflash"], "target"),
+        (["jump"], "target"),
         (["mtp"], "target"),
         (["multi-token"], "shared"),
     ],
@@ -106,7 +108,7 @@ def test_stopped_and_resumed(place: Path, uninterrupted: Path, tmp_path: Path, s
     "head",
     [
         ["eagle", "--noise", "0.1"],
-        *(pytest.param([kind], marks=pytest.mark.slow) for kind in ("peagle", "dflash", "mtp")),
+        *(pytest.param([kind], marks=pytest.mark.slow) for kind in ("peagle", "dflash", "jump", "mtp")),
     ],
 )
 def test_what_is_random_is_resumed(place: Path, tmp_path: Path, head: list[str]) -> None:
