@@ -30,16 +30,17 @@ from draftless_commands.shared.command import (
     failing_clearly,
 )
 from draftless_commands.shared.options import ModelOptions, add_model_options, load_target
-from draftless_commands.shared.prompts import encode_turn
+from draftless_commands.shared.prompts import TEMPLATE_OPTION, encode_turn
 from training.rendering import Renderer
 
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
 METHOD_OPTIONS = ("limit", "max_new_tokens", "temperature", "seed", "batch_size")
 # Options that what is measured does not take. The parts of the first hour have their own.
+TIMED = "llama_bench", "gguf"
 REFUSED = {
-    "questions": ("llama_bench", "gguf"),
-    "passes": ("methods", *METHOD_OPTIONS),
-    "first_hour": ("methods", "temperature", "seed", "batch_size", "json", "plot", "llama_bench", "gguf"),
+    "questions": TIMED,
+    "passes": ("methods", "template_option", *METHOD_OPTIONS),
+    "first_hour": ("methods", "template_option", "temperature", "seed", "batch_size", "json", "plot", *TIMED),
 }
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
 QUESTIONS_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line
@@ -116,6 +117,7 @@ def make_parser() -> Parser:
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy decoding")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
+    add("--template-option", **TEMPLATE_OPTION)
     add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
     add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
     add("--plot", type=Path, metavar="FILE", help="draw the first table: a .png or .svg file")
@@ -136,12 +138,15 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
         check_method(method, pretrained=model.may_be_default, batch_size=args.batch_size, repeats=args.repeats)
     Sampling(args.temperature)  # refuses a bad temperature
     questions = take_evenly(load_questions(args.questions), args.limit)
+    options = dict(args.template_option or ())
+    for question in questions:
+        question.conversation.options = options | question.conversation.options
     groups, conversations = form_groups(questions, args.batch_size), [each.conversation for each in questions]
     target = load_target(model)
     encode_turn(conversations, 0, target, Renderer(target.tokenizer))  # finds those that do not fit before any is asked
     settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS)}
     settings |= {"model": model.name, "methods": [method.text for method in named]}
-    settings |= {"questions": args.questions.name, "commit": files.find_commit()}
+    settings |= {"questions": args.questions.name, "template_options": options, "commit": files.find_commit()}
     asked = repr([(each.id, each.category, each.conversation) for each in questions])
     settings["questions_sha256"] = hashlib.sha256(asked.encode()).hexdigest()[:16]
     dtype = model.dtype or str(target.dtype).removeprefix("torch.")  # fixed16 computes in float32 otherwise

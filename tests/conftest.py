@@ -132,16 +132,16 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def save_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Saves a tiny Llama model and a tokenizer with a token for each ASCII character. Returns the folder."""
+    """Saves a tiny model, and a tokenizer with a token for each ASCII character. Returns the folder."""
     tokens = ["<pad>", "<s>", "</s>", *map(chr, range(32, 32 + VOCABULARY - 3))]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
     tokenizer.chat_template = "{% for each in messages %}{{ each.role[0] }}:{{ each.content }} {% endfor %}a:"
 
-    def save(**overrides: Any) -> Path:
+    def save(kind: str = "llama", **overrides: Any) -> Path:
         folder = tmp_path_factory.mktemp("model")
-        model = tiny("llama", **overrides)
+        model = tiny(kind, **overrides)
         model.generation_config.eos_token_id = END
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -10,7 +10,7 @@ steps up to where the answer loops. `nodes`, `parts`, `same` and `accepted` are 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -94,6 +94,30 @@ def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tenso
         tokens, seconds = measured[draws].sum(1).T
         speeds[method] = tokens / seconds
     return speeds
+
+
+def estimate_tau(records: Sequence[Row], method: str, by_task: bool = False) -> tuple[float, float, float]:
+    """Tau after the prompts' own passes, and the ends of its 95 % interval, bootstrapped over the records.
+
+    by_task: the mean of the tasks' taus, instead of all tokens divided by all passes. Raises ValueError if no answer
+    had a second token.
+    """
+    counted = defaultdict[str, list[list[int]]](list)
+    for record in records:
+        turns = [turn["methods"][method] for turn in record["turns"]]
+        tokens, steps = (sum(sum(turn[key]) - len(turn[key]) for turn in turns) for key in ("tokens", "steps"))
+        if steps:
+            counted[task_of(record["category"]) if by_task else ALL].append([tokens, steps])
+    if not counted:
+        raise ValueError("no answer had more than one token, so there is no tau to measure")
+    generator, taus, drawn = torch.Generator().manual_seed(0), [], []
+    for entries in counted.values():
+        measured = torch.tensor(entries, dtype=torch.float64)
+        draws = torch.randint(len(entries), (RESAMPLES, len(entries)), generator=generator)
+        for sums, found in ((measured.sum(0), taus), (measured[draws].sum(1).T, drawn)):
+            found.append(sums[0] / sums[1])
+    low, high = torch.stack(drawn).mean(0).quantile(INTERVAL).tolist()
+    return float(torch.stack(taus).mean()), low, high
 
 
 def format_tables(rows: Sequence[Row]) -> str:

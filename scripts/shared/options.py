@@ -87,14 +87,13 @@ class ModelOptions:
         return cls(**{**parsed, **others})
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `ModelOptions`."""
+def add_model_options(parser: argparse.ArgumentParser, default: str = f"{DEFAULT_MODEL}, fetched once") -> None:
+    """Add the options of `ModelOptions`. default: which model is loaded without --model, for the help."""
     add = parser.add_argument_group("model").add_argument
     add(
         "--model",
         metavar="MODEL",
-        help="a local folder, a hub id, a GGUF file or the folder of a peft adapter (default: SmolLM2-135M-Instruct, "
-        "fetched once)",
+        help=f"a local folder, a hub id, a GGUF file or the folder of a peft adapter (default: {default})",
     )
     add("--dtype", choices=DTYPES, help="number format (default: float32 on a CPU, else the model's)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")

@@ -143,5 +143,5 @@ def name_eagle3(head: Any, prefix: str = "midlayer.") -> Tensors:
     tokens = states.pop("token_map", None)
     if tokens is None:
         return states
-    mask = torch.zeros(VOCABULARY, dtype=torch.bool).scatter(0, tokens, True)
+    mask = torch.zeros(head.config.vocab_size, dtype=torch.bool).scatter(0, tokens, True)
     return states | {"d2t": tokens - torch.arange(len(tokens)), "t2d": mask}
