@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(list_published())
         return
     with failing_clearly(parser):
-        if args.questions is None:
-            raise ValueError(f"give --questions FILE: {PUBLISHED[args.name].questions}")
+        if args.questions is None or not args.questions.is_file():  # before anything is fetched
+            raise ValueError(f"give --questions FILE, a file with {PUBLISHED[args.name].questions}")
         check_writable(args.json, "--json")
         within, text = reproduce(PUBLISHED[args.name], args)
         print(text)

@@ -50,6 +50,7 @@ LAYER = "layers.0."
 OUTPUT = "lm_head.weight"
 READ = "eagle_aux_hidden_state_layer_ids"
 NESTED = "transformer_layer_config"  # speculators' sizes of the layer
+MASK_TOKENS = "mask_token_id", "pard_token", "ptd_token_id"  # of P-EAGLE, in speculators' and in flat configs for vLLM
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
 KNOWN = {*NORMS, "norm_output", "embed_requires_grad", "tie_word_embeddings", "return_dict", "use_cache"}  # may be true
 
@@ -149,9 +150,10 @@ def read_eagle3(tensors: Mapping[str, Tensor], config: ConfigDict, target: Targe
 
 def _read_block(config: ConfigDict) -> dict[str, Any]:
     """What a P-EAGLE head has in addition: its mask token, and how many tokens it was trained to draft."""
-    token = config.get("mask_token_id")
+    key = next((name for name in MASK_TOKENS if config.get(name) is not None), MASK_TOKENS[0])
+    token = config.get(key)
     if type(token) is not int:
-        raise ValueError(f"its config has mask_token_id: {token!r}; it must be a token")
+        raise ValueError(f"its config has {key}: {token!r}; it must be a token")
     proposals = section(config, "speculators_config").get("proposal_methods") or [{}]
     tokens = number(proposals[0], "speculative_tokens")
     return {"mask_token": token, **({"heads": tokens} if tokens else {})}

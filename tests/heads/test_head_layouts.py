@@ -24,6 +24,7 @@ from tests.support.published_heads import (
     EMBEDDING,
     HYDRA,
     MEDUSA,
+    PEAGLE,
     READ,
     SPECULATORS,
     VICUNA,
@@ -212,6 +213,9 @@ LAYOUTS = [
     ("eagle3", WIDE, name_eagle3, WIDE_CONFIG),
     ("eagle3", WIDE, name_eagle3, WIDE_CONFIG | {"target_hidden_size": 12}),
     ("eagle3", SMALL | {"layer": FOURS}, name_eagle3, FLAT | {"num_attention_heads": 4, "head_dim": 12}),
+    # P-EAGLE: speculators, and a flat config for vLLM
+    ("peagle", SPECULATED | {"heads": 7, "embedding": True}, name_speculators, PEAGLE),
+    ("peagle", SMALL | {"layers": 4, "heads": 6}, partial(name_eagle3, prefix="layers.0."), FLAT | {"ptd_token_id": 3}),
     # block heads: z-lab, an older place of the block size, and speculators with and without a draft vocabulary
     ("dflash", PUBLISHED, name_eagle3, ZLAB),
     ("dflash", PUBLISHED, name_eagle3, INNER_SIZE),
@@ -257,9 +261,8 @@ LAYOUTS = [
 @pytest.mark.parametrize(("kind", "settings", "named", "config"), LAYOUTS)
 def test_published_layouts_load_bit_exact(tmp_path, kind, settings, named, config, pickled):
     head = made(kind, target_layers=config.get("num_target_layers"), **settings)
-    files = (
-        EAGLE_FILES if kind in ("eagle", "eagle3", "dflash") else (f"{kind}_lm_head.safetensors", f"{kind}_lm_head.pt")
-    )
+    own = f"{kind}_lm_head.safetensors", f"{kind}_lm_head.pt"
+    files = own if kind in ("medusa", "hydra") else EAGLE_FILES
     assert_alike(load_head(write(tmp_path, files[pickled], named(head), config)), head)
 
 

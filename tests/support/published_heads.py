@@ -55,7 +55,20 @@ SPECULATORS: dict[str, Any] = {
         "rope_scaling": None,
     },
 }
-
+PEAGLE: dict[str, Any] = SPECULATORS | {
+    "architectures": ["PEagleDraftModel"],
+    "speculators_model_type": "peagle",
+    "embed_requires_grad": True,
+    "mask_token_id": 3,
+    "norm_before_residual": False,
+    "norm_output": False,
+    "speculators_config": {
+        "algorithm": "peagle",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+        "verifier": {"name_or_path": "little"},
+    },
+}
 
 ZLAB: dict[str, Any] = {  # a copy of a Qwen3 config, whose number of layers is the head's
     **EAGLE,
