@@ -127,10 +127,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
+def run_bench(args: Namespace, partial: Path | None, chat_template: str | None = None) -> dict[str, Any]:
     """Measure every method on every question and return the report. Raises ValueError for what cannot be measured.
 
-    partial: a file that keeps the finished questions, also those of an interrupted run.
+    partial: a file that keeps the finished questions, also those of an interrupted run. chat_template: for a tokenizer
+    that has none.
     """
     model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
     args.repeats = args.repeats or REPEATS
@@ -143,6 +144,8 @@ def run_bench(args: Namespace, partial: Path | None) -> dict[str, Any]:
         question.conversation.options = options | question.conversation.options
     groups, conversations = form_groups(questions, args.batch_size), [each.conversation for each in questions]
     target = load_target(model)
+    if target.tokenizer.chat_template is None:
+        target.tokenizer.chat_template = chat_template
     encode_turn(conversations, 0, target, Renderer(target.tokenizer))  # finds those that do not fit before any is asked
     settings = {name: getattr(args, name) for name in ("accelerate", "repeats", *METHOD_OPTIONS)}
     settings |= {"model": model.name, "methods": [method.text for method in named]}

@@ -69,7 +69,7 @@ def reproduce(published: Published, args: Namespace) -> tuple[bool, str]:
     """
     settings = make_settings(published, args)
     partial = args.json and args.json.with_name(f"{args.json.name}.partial")
-    report = bench.run_bench(settings, partial)
+    report = bench.run_bench(settings, partial, published.chat_template)
     method = report["settings"]["methods"][-1]
     tau, *interval = estimate_tau(report["records"], method, published.by_task)
     if args.json is not None:

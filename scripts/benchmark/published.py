@@ -8,6 +8,15 @@ from typing import Any
 CHAIN = "nodes={},depth={},width=1"  # of K draft tokens: K + 1 nodes with the root
 MT_BENCH, SPEC_BENCH = "MT-bench, 80 first turns", "Spec-Bench, 480 questions"
 
+# Vicuna's tokenizer has none. This is FastChat's.
+VICUNA = (
+    "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. The assistant gives "
+    "helpful, detailed, and polite answers to the user's questions. {% for message in messages %}"
+    "{% if message.role == 'user' %}USER: {{ message.content }} "
+    "{% else %}ASSISTANT: {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
 
 def chain(tokens: int) -> str:
     """The options of a method that drafts so many tokens in a row."""
@@ -20,8 +29,9 @@ class Published:
 
     model, head: hub ids; None is the module in the model's own checkpoint. method: the proposer's name and options.
     questions: what was asked. tau: the published one, or None if none was found. source: its address, or where the
-    module is described. tolerance: the relative difference that is allowed. parameters: of both, in billions.
-    template: options of the chat template. by_task: the published tau is the mean of the tasks' taus.
+    module is described. parameters: of both, in billions. tolerance: the relative difference that is allowed.
+    template: options of the chat template. chat_template: for a tokenizer that has none. by_task: the published tau is
+    the mean of the tasks' taus.
     """
 
     name: str
@@ -35,6 +45,7 @@ class Published:
     max_new_tokens: int = 1024
     tolerance: float = 0.1
     template: tuple[tuple[str, Any], ...] = ()
+    chat_template: str | None = None
     by_task: bool = False
 
     @property
@@ -100,6 +111,7 @@ PUBLISHED = {
             LEADERBOARD,
             6.74 + 0.74,
             tolerance=0.15,
+            chat_template=VICUNA,
         ),
         Published(
             "eagle-vicuna-7b",
@@ -110,6 +122,7 @@ PUBLISHED = {
             4.34,
             LEADERBOARD,
             6.74 + 0.37,
+            chat_template=VICUNA,
         ),
         Published(
             "dflash-qwen3-8b",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from decode import Target
 from draftless_commands import reproduce
@@ -116,7 +117,8 @@ def folders(save_model: Callable[..., Path], tmp_path: Path) -> Callable[[str], 
             write_checkpoint(kind, model, *([] if change is None else [change]))
             return model, None
         kind, head_kind, settings, file, named, config = FOLDERS[name]
-        model = save_model(kind, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT)
+        context = CONTEXT if PUBLISHED[name].chat_template is None else 4 * CONTEXT
+        model = save_model(kind, num_hidden_layers=LAYERS, max_position_embeddings=context)
         target = Target.load(model, dtype=torch.float32, device="cpu")
         head = make_head(head_kind, target, **settings)
         if name in OWN_EMBEDDINGS:
@@ -131,7 +133,10 @@ def folders(save_model: Callable[..., Path], tmp_path: Path) -> Callable[[str], 
 def test_every_published_layout_runs_to_its_report(name: str, folders: Any, run_main: Call, tmp_path: Path) -> None:
     (model, head), published = folders(name), PUBLISHED[name]
     template = "{% for each in messages %}{{ each.content }} {% endfor %}{{ enable_thinking }}:"
-    (model / "chat_template.jinja").write_text(template)
+    if published.chat_template is None:
+        (model / "chat_template.jinja").write_text(template)
+    else:  # as the published tokenizer, which has none
+        (model / "chat_template.jinja").unlink()
     questions, report = write_rows(tmp_path / "tiny.jsonl", QUESTIONS), tmp_path / "report.json"
     options = ["--model", model, "--questions", questions, "--dtype", "float32", "--device", "cpu", "--json", report]
     run = run_main(reproduce.main, name, *options, *(["--head", head] if head else []))
@@ -144,6 +149,8 @@ def test_every_published_layout_runs_to_its_report(name: str, folders: Any, run_
     assert row["method"].startswith(published.method) and row["identical"] == 1
     most = int(published.method.partition("nodes=")[2].partition(",")[0]) - 1
     assert 1 <= row["nodes_per_step"] <= most
+    prompts = [count for each in found["records"] for turn in each["turns"] for count in turn["prompt_tokens"]]
+    assert min(prompts) > 150 if published.chat_template else max(prompts) < 20
     assert found["settings"]["template_options"] == dict(published.template)
 
 
@@ -173,14 +180,38 @@ def test_a_head_on_the_hub_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     fetched: list[str] = []
     monkeypatch.setattr(reproduce, "snapshot_download", lambda name, **_: fetched.append(name) or str(tmp_path))
     asked: list[Any] = []
-    monkeypatch.setattr(reproduce.bench, "run_bench", lambda args, _: asked.append(args) or exec("raise ValueError(1)"))
+
+    def stop(args: Any, *_: Any) -> None:
+        asked.append(args)
+        raise ValueError("stop here")
+
+    monkeypatch.setattr(reproduce.bench, "run_bench", stop)
     for name in ("eagle-vicuna-7b", "mtp-glm-4.5-air"):
-        run_main(reproduce.main, name, "--questions", __file__).refused()
+        run_main(reproduce.main, name, "--questions", __file__).refused("stop here")
     assert fetched == ["yuhuili/EAGLE-Vicuna-7B-v1.3"]
     assert [args.model for args in asked] == [VICUNA, "zai-org/GLM-4.5-Air"]
     first, second = (args.methods for args in asked)
     assert first == f"none,eagle:nodes=60,depth=6,width=10,head={tmp_path}"
     assert second == "none,mtp:nodes=4,depth=3,width=1"
+
+
+def test_the_page_has_what_the_command_does() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    for each in PUBLISHED.values():
+        head = f"`{each.head}`" if each.head else "in the model"
+        tau = "none found" if each.tau is None else f"{each.tau:.2f}"
+        row = f"| `{each.name}` | `{each.model}` | {head} | {each.memory:.0f} | [{tau}]({each.source}) | "
+        tolerance = " | |\n" if each.tau is None else f" | {each.tolerance:.0%} |\n".replace("%", " %")
+        found = next(line for line in page.splitlines(keepends=True) if line.startswith(f"| `{each.name}` |"))
+        assert found.startswith(row) and found.endswith(tolerance)
+
+
+def test_vicunas_template_is_fastchats(save_model: Callable[..., Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(save_model())
+    messages = [{"role": role, "content": text} for role, text in (("user", "A"), ("assistant", "B"), ("user", "C"))]
+    settings: dict[str, Any] = {"chat_template": PUBLISHED["medusa-vicuna-7b"].chat_template, "tokenize": False}
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **settings)
+    assert text.endswith("polite answers to the user's questions. USER: A ASSISTANT: B</s>USER: C ASSISTANT:")
 
 
 def test_verdicts() -> None:
