@@ -76,7 +76,7 @@ def test_fixed_shapes_and_merged_layers_draft_the_same(kind: str, layers: int) -
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("kind", "settings"), [("eagle", {}), ("eagle3", {}), ("eagle", {"window": 6})])
+@pytest.mark.parametrize(("kind", "settings"), [("eagle", {}), ("eagle3", {}), ("jump", {}), ("eagle", {"window": 6})])
 def test_compiled_passes_compute_the_same(kind: str, settings: dict[str, Any]) -> None:
     """Of texts of several lengths, prompts and drafts of all widths; the first pass of a cache is not compiled."""
     target = Target(tiny("llama", dtype=torch.float32))
