@@ -38,7 +38,7 @@ ALIKE = ("disable_compile", "remove_invalid_values", "use_cache", "max_cache_len
 def read_outcomes(kind: str) -> dict[str, str]:
     """What docs/generate.md says of each argument: honoured, refused or no effect."""
     rows = read_table("docs/generate.md", f"| {kind} | with `speculate` | |")
-    return {name.strip("`"): outcome for name, outcome, _ in rows}
+    return {name.strip("`"): outcome for names, outcome, _ in rows for name in names.split(", ")}
 
 
 OUTCOMES = read_outcomes("field of `GenerationConfig`")
