@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,16 @@ from heads.formats.layout import (
     choose_dtype,
     convert,
     list_names,
+    name_target,
     read_own,
     read_token_map,
     section,
 )
 from heads.formats.weight_files import CONFIG, NAMES, WEIGHTS, read_json, read_weights
 from heads.kinds import KINDS, Kind, get_kind
-from heads.vocabulary import VocabularyHead
+from heads.vocabulary import HeadConfig, VocabularyHead
+
+WHOLE = "model.layers.", "model.language_model.", "language_model."  # begin the names of a whole model's tensors
 
 
 def load_head(
@@ -59,6 +62,26 @@ def find_kind(folder: str | Path) -> str:
     try:
         tensors, metadata = read_weights(path)
         return _find_kind(tensors, _read_config(path, metadata)).name
+    except ValueError as error:
+        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
+
+
+def read_target(folder: str | Path) -> HeadConfig:
+    """What the folder of a head tells of the target that it was trained for: its name and sizes; None if unknown.
+
+    A head in a whole model is for that model. Nothing is checked, and a kind of one's own need not be known. Raises
+    ValueError if the folder has no weights or damaged ones.
+    """
+    path = find_folder(folder)
+    try:
+        tensors, metadata = read_weights(path)
+        config = _read_config(path, metadata)
+        own = section(config, OWN)
+        if "kind" in own:
+            known = {each.name: own.get(each.name) for each in fields(HeadConfig)}
+            return HeadConfig(**known | {"hidden_size": own.get("target_hidden_size") or own.get("hidden_size")})
+        name = str(path) if any(name.startswith(WHOLE) for name in tensors) else name_target(config)
+        return HeadConfig(config.get("hidden_size"), config.get("vocab_size"), target_name=name)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
@@ -136,7 +159,7 @@ def _find_kind(names: Collection[str], config: dict[str, Any]) -> Kind:
     refuse_unknown(config)
     if "fc.weight" in names:
         raise ValueError("it seems to be an EAGLE head without attention (layers.0.self_attn or midlayer.self_attn)")
-    if any(name.startswith(("model.layers.", "model.language_model.", "language_model.")) for name in names):
+    if any(name.startswith(WHOLE) for name in names):
         raise ValueError("it seems to be a whole model without heads and without an MTP module")
     raise ValueError(f"its tensors are of no known head: {list_names(sorted(names))}")
 

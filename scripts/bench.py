@@ -29,7 +29,7 @@ from draftless_commands.shared.command import (
     check_writable,
     failing_clearly,
 )
-from draftless_commands.shared.options import ModelOptions, add_model_options, load_target
+from draftless_commands.shared.options import ModelOptions, add_model_options, list_heads, load_target
 from draftless_commands.shared.prompts import TEMPLATE_OPTION, encode_turn
 from training.rendering import Renderer
 
@@ -137,6 +137,7 @@ def run_bench(args: Namespace, partial: Path | None, chat_template: str | None =
     args.repeats = args.repeats or REPEATS
     for method in named:
         check_method(method, pretrained=model.may_be_default, batch_size=args.batch_size, repeats=args.repeats)
+    model = model.for_heads(each for method in named for each in list_heads(method.name, method.options.get("head")))
     Sampling(args.temperature)  # refuses a bad temperature
     questions = take_evenly(load_questions(args.questions), args.limit)
     options = dict(args.template_option or ())

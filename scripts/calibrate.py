@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         conversations = [each for each in asked if "dropped" not in each.fields][: args.limit]
         if not conversations:
             raise ValueError(f"{args.prompt_file}: all answers were dropped; give other prompts")
-        target = load_target(model)
+        target = load_target(model if args.head is None else model.for_heads([folder]))
         _, prompts = encode_turn(conversations, 0, target, Renderer(target.tokenizer, args.template_option))
         if args.head is not None:
             head = load_draft_head(folder, target)

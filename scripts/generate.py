@@ -18,6 +18,7 @@ from draftless_commands.shared.options import (
     ModelOptions,
     add_model_options,
     add_proposer_options,
+    list_heads,
     load_target,
     make_proposer,
 )
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
+        model = model.for_heads(list_heads(args.proposer, args.head))
         check_writable(args.store and Path(args.store), "--store")
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")

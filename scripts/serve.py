@@ -16,6 +16,7 @@ from draftless_commands.shared.options import (
     ModelOptions,
     add_model_options,
     add_proposer_options,
+    list_heads,
     load_target,
     make_proposer,
 )
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f'this needs {", ".join(missing)}: pip install "draftless[serve]"')
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
+        model = model.for_heads(list_heads(args.proposer, args.head))
         if args.store is not None:
             raise ValueError("--store is not for a server: its answers are not kept in a file; leave it out")
         with listen(args.host, args.port) as place:  # before the model is loaded: the port may be taken

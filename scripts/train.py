@@ -24,6 +24,7 @@ from draftless_commands.distillation.answers_file import settings_path
 from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan
 from draftless_commands.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
 from draftless_commands.head_training.parts import make_parts
+from draftless_commands.head_training.record import write_record
 from draftless_commands.shared.command import failing_clearly
 from draftless_commands.shared.options import ModelOptions, load_model_only, load_target
 from heads.checkpoint import load_head
@@ -69,6 +70,8 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     if state is None and accelerator.is_main_process:
         print_plan(parts.objective, dataset, options.schedule, load_batch)
     options.out.mkdir(parents=True, exist_ok=True)
+    if state is None and accelerator.is_main_process:
+        write_record(options, dataset)
     if options.cache is not None:
         cache = fill_cache(options, parts.teacher, dataset, accelerator)
         load_batch = BatchLoader(dataset.examples, parts.teacher, cache)
@@ -166,6 +169,9 @@ def get_head(options: TrainOptions, target: Target, dataset: Dataset) -> Any:
     else:
         head = _load_head(options, target, dataset)
     head.config = replace(head.config, target_weights=target.weights_fingerprint)
+    if options.kind != "draft":  # with --joint, its target is the adapted model
+        name = None if options.joint else ModelOptions(options.model).public_name
+        head.config = replace(head.config, target_name=name)
     return head
 
 
@@ -211,7 +217,7 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
         "template_options": dict(options.template_option or ()),
         "data": dataset.fingerprint,
         "init": None if options.init is None else str(options.init.resolve()),
-        "shape": {name: value for name, value in asdict(head.config).items() if name != "target_weights"},
+        "shape": {name: value for name, value in asdict(head.config).items() if not name.startswith("target_")},
         "lora_rank": (options.lora_rank or RANK) if options.joint else None,
         "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],
         **options.objective,

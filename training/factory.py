@@ -47,13 +47,12 @@ def make_head(
     is a choice.
     """
     facts, vocab, model_config = get_kind(kind), target.vocabulary, target.config
-    names, name = {each.name for each in fields(facts.config)}, target.model.config.name_or_path
+    names = {each.name for each in fields(facts.config)}
     drafted, layers = choose_draft_vocabulary(examples, vocab, draft_vocab), model_config.num_hidden_layers
     large = "target" if vocab > LARGE_VOCABULARY and "output" in facts.options else None
     sizes: dict[str, Any] = {
         "draft_size": len(drafted),
         "target_layers": layers,
-        "target_name": (Path(name).name if Path(name).exists() else name) or None,  # of a local folder, only its name
         **shape,
         "output": shape.get("output") or large,
         "prefix": _layer_config(target) if prefix else None,

@@ -131,13 +131,18 @@ def read_common(
         raise ValueError(f"wrong: {EMBEDDING} is {list(shapes[EMBEDDING])}, not {[size, hidden_size]}")
     if not mapped and rows not in (0, size, embedded):
         raise ValueError(f"missing: token_map or d2t, which must map its {rows} output rows to {size} tokens")
-    verifier = section(section(config, "speculators_config"), "verifier")
     return {
         "hidden_size": hidden_size,
         "vocab_size": int(size),
         "draft_size": None if mapped in (0, size) else mapped,
-        "target_name": config.get("base_model_name_or_path") or verifier.get("name_or_path"),
+        "target_name": name_target(config),
     }
+
+
+def name_target(config: ConfigDict) -> str | None:
+    """The target of a published head, as Medusa's, Hydra's and speculators' configs name it."""
+    verifier = section(section(config, "speculators_config"), "verifier")
+    return config.get("base_model_name_or_path") or verifier.get("name_or_path")
 
 
 def find_first_layer(names: Iterable[str]) -> str:

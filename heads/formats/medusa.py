@@ -100,6 +100,7 @@ def export_medusa(head: MedusaHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "truncated_vocab_size": head.draft_size,
         "medusa_fc_bias": config.bias,
         "original_lm_head": config.output != "own",
+        **({"base_model_name_or_path": config.target_name} if config.target_name else {}),
     }
 
 

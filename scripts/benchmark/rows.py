@@ -16,15 +16,12 @@ from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from draftless_commands.benchmark.questions import ALL, task_of
-from draftless_commands.shared.results import to_markdown
+from draftless_commands.shared.results import INTERVAL, resample, to_markdown
 from draftless_commands.shared.worth import count
 
 Row: TypeAlias = Mapping[str, Any]
-RESAMPLES = 2000
-INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)  # the ends of 95 %
 BASES = ("none", "hf")
 FOLDERS = re.compile(r"[^,=:/]*/")
 
@@ -35,7 +32,7 @@ def make_rows(records: Sequence[Row], differences: Sequence[Row], methods: Seque
     for task in [*dict.fromkeys(task_of(record["category"]) for record in records), ALL]:
         chosen = [record for record in records if task in (ALL, task_of(record["category"]))]
         ids = {question for record in chosen for turn in record["turns"] for question in turn["questions"]}
-        samples = _resample(chosen, methods)
+        samples = {method: resample([_count_tokens(record, method) for record in chosen]) for method in methods}
         found = {method: _sum_up(chosen, method) for method in methods}
         for method, row in found.items():
             row = {"method": method, "category": task, "questions": len(ids), **row}
@@ -85,39 +82,25 @@ def _count_tokens(record: Row, method: str) -> tuple[int, float]:
     return sum(sum(turn["tokens"]) for turn in turns), sum(median(turn["seconds"]) for turn in turns)
 
 
-def _resample(records: Sequence[Row], methods: Sequence[str]) -> dict[str, Tensor]:
-    """Each method's speed in every bootstrap sample of the records; sample i has the same records for all methods."""
-    draws = torch.randint(len(records), (RESAMPLES, len(records)), generator=torch.Generator().manual_seed(0))
-    speeds = {}
-    for method in methods:
-        measured = torch.tensor([_count_tokens(record, method) for record in records], dtype=torch.float64)
-        tokens, seconds = measured[draws].sum(1).T
-        speeds[method] = tokens / seconds
-    return speeds
-
-
 def estimate_tau(records: Sequence[Row], method: str, by_task: bool = False) -> tuple[float, float, float]:
     """Tau after the prompts' own passes, and the ends of its 95 % interval, bootstrapped over the records.
 
     by_task: the mean of the tasks' taus, instead of all tokens divided by all passes. Raises ValueError if no answer
     had a second token.
     """
-    counted = defaultdict[str, list[list[int]]](list)
+    counted = defaultdict[str, list[tuple[int, int]]](list)
     for record in records:
         turns = [turn["methods"][method] for turn in record["turns"]]
         tokens, steps = (sum(sum(turn[key]) - len(turn[key]) for turn in turns) for key in ("tokens", "steps"))
         if steps:
-            counted[task_of(record["category"]) if by_task else ALL].append([tokens, steps])
+            counted[task_of(record["category"]) if by_task else ALL].append((tokens, steps))
     if not counted:
         raise ValueError("no answer had more than one token, so there is no tau to measure")
-    generator, taus, drawn = torch.Generator().manual_seed(0), [], []
-    for entries in counted.values():
-        measured = torch.tensor(entries, dtype=torch.float64)
-        draws = torch.randint(len(entries), (RESAMPLES, len(entries)), generator=generator)
-        for sums, found in ((measured.sum(0), taus), (measured[draws].sum(1).T, drawn)):
-            found.append(sums[0] / sums[1])
-    low, high = torch.stack(drawn).mean(0).quantile(INTERVAL).tolist()
-    return float(torch.stack(taus).mean()), low, high
+    taus = [sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs) for pairs in counted.values()]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([resample(pairs, generator) for pairs in counted.values()])
+    low, high = drawn.mean(0).quantile(INTERVAL).tolist()
+    return fmean(taus), low, high
 
 
 def format_tables(rows: Sequence[Row]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from decode import Target
 from draftless_commands.head_training.measurements import validate
 from draftless_commands.head_training.options import TrainOptions
+from draftless_commands.shared.options import ADAPTER_FOLDER
 from heads.checkpoint import save_head
 from training.factory import make_objective
 from training.joint import RANK, Adapters, JointObjective
@@ -21,7 +22,6 @@ from training.teacher import Teacher
 from training.trainer import Validation
 
 Prompts = Sequence[Sequence[int]]
-ADAPTER_FOLDER = "adapter"  # in --out
 
 
 class Parts(NamedTuple):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,16 +15,21 @@ from transformers import PreTrainedModel
 
 from decode import Proposer, Target
 from decode.devices.backend import MODES
-from decode.models.loading import DTYPES, load_model
+from decode.models.adapters import is_adapter
+from decode.models.loading import DTYPES, check_model, load_model
 from decode.requests.text import Tokenizer
 from draftless_commands.shared.command import at_least
+from heads import PRETRAINED
+from heads.checkpoint import read_target
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
-from proposers.draft_models.loading import load_draft_model
+from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.eagle import DEPTH, WIDTH
+from proposers.load import FASTEST
 from proposers.options import OPTIONS, DraftingOptions, load_kind
 from proposers.own_class import is_own_class
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+ADAPTER_FOLDER = "adapter"  # in a head's folder: the model that was trained with it (Medusa-2)
 ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles the decoder layers: it needs a C++
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
 packed makes attention faster, graphs also makes steps CUDA graphs, and so does auto for models that allow it. off
@@ -76,6 +81,11 @@ class ModelOptions:
         return Path(self.model).resolve().name if Path(self.model).exists() else self.model
 
     @property
+    def public_name(self) -> str | None:
+        """The name as others can use it: a hub id, or the default model. None: a path, which is this machine's."""
+        return None if self.model is not None and Path(self.model).exists() else self.name
+
+    @property
     def may_be_default(self) -> bool:
         """Whether the model may be the default one, which the pretrained heads are for. A copy lies in a folder."""
         return self.model is None or Path(self.model).is_dir()
@@ -85,6 +95,53 @@ class ModelOptions:
         """The parsed options and `others`; those that the parser does not have keep their defaults."""
         parsed = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
         return cls(**{**parsed, **others})
+
+    def for_heads(self, folders: Iterable[Path]) -> Self:
+        """If no model is given, with the one that these heads were trained for.
+
+        Raises ValueError as `find_model` does, and for heads of several models.
+        """
+        if self.model is not None:
+            return self
+        found = {find_model(folder): folder for folder in folders}
+        if len(found) > 1:
+            listed = ", ".join(f"{folder} for {name or DEFAULT_MODEL}" for name, folder in found.items())
+            raise ValueError(f"the heads were trained for several models: {listed}; give --model")
+        return replace(self, model=next(iter(found), None))
+
+
+def find_model(folder: Path) -> str | None:
+    """The model that the head in a folder was trained for, as `ModelOptions.model`; None: the default model.
+
+    Raises ValueError if it is not known and cannot be the default model, and if there is no such model.
+    """
+    if is_adapter(folder / ADAPTER_FOLDER):
+        return str(folder / ADAPTER_FOLDER)
+    trained, default = read_target(folder), read_target(PRETRAINED / "medusa")
+    name = trained.target_name
+    if trained.target_weights in FASTEST or name == default.target_name:
+        return None
+    if name is not None:
+        try:
+            check_model(name)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; {folder} was trained for this model: give --model if it is elsewhere"
+            ) from error
+        return name
+    pairs = [
+        (getattr(trained, size), getattr(default, size)) for size in ("hidden_size", "vocab_size", "target_layers")
+    ]
+    if any(own not in (None, of_default) for own, of_default in pairs):
+        raise ValueError(f"the head in {folder} does not name the model that it was trained for; give --model")
+    return None
+
+
+def list_heads(proposer: str, head: str | Path | None) -> list[Path]:
+    """The folder of the head that a proposer drafts with, if these options name one."""
+    named = proposer if head is None and proposer not in OPTIONS else head
+    folder = None if named is None else Path(str(named))
+    return [folder] if folder is not None and folder.is_dir() and not is_trained_draft(folder) else []
 
 
 def add_model_options(parser: argparse.ArgumentParser, default: str = f"{DEFAULT_MODEL}, fetched once") -> None:

@@ -1,4 +1,4 @@
-"""How results are shown: Markdown tables, and the style that the project's pictures share."""
+"""How results are shown: intervals, Markdown tables, and the style that the project's pictures share."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 WIDTH = 100  # characters of a table's line
+RESAMPLES = 2000
+INTERVAL = torch.tensor([0.025, 0.975], dtype=torch.float64)  # the ends of 95 %
 # Okabe and Ito's colours, which colour-blind eyes can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 GREYS = ("#BDBDBD", "#8C8C8C", "#5C5C5C")
 INK = "#222222"
+
+
+def resample(pairs: Sequence[tuple[float, float]], generator: torch.Generator | None = None) -> Tensor:
+    """The ratio of the two sums in `RESAMPLES` bootstrap samples of the pairs; sample i has the same ones each time.
+
+    generator: draws them instead, for samples that are independent of others.
+    """
+    generator = generator or torch.Generator().manual_seed(0)
+    draws = torch.randint(len(pairs), (RESAMPLES, len(pairs)), generator=generator)
+    above, below = torch.tensor(pairs, dtype=torch.float64)[draws].sum(1).T
+    return above / below
 
 
 @contextmanager

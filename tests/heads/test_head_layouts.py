@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from heads import DFlashHead, HydraHead, LayerConfig, MedusaHead, load_head
+from heads.checkpoint import read_target
 from heads.formats.decoder_layer import WINDOWED
 from heads.layer_cache import heads_of
 from tests.support.models import tiny
@@ -313,6 +314,7 @@ def test_medusa_2_is_a_whole_model(tmp_path, suffix, output):
     config = {**model.config.to_dict(), "base_model_name_or_path": "another", "medusa_num_heads": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert_alike(load_head(tmp_path), head)
+    assert read_target(tmp_path).target_name == str(tmp_path)
     os.remove(tmp_path / f"{stem}-00002-of-00003.{kind}")
     with pytest.raises(ValueError, match=f"index.json lists files that do not exist: {stem}-00002-of-00003"):
         load_head(tmp_path)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from decode import Target
-from draftless_commands import bench, calibrate, generate
+from draftless_commands import bench, calibrate, check, generate, serve
+from draftless_commands.shared.options import DEFAULT_MODEL, ModelOptions, find_model
+from heads import PRETRAINED
 from heads.checkpoint import save_head
 from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, load_calibration
@@ -28,6 +30,7 @@ ASK = [*BASE, "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12", "--jso
 def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Path]) -> Path:
     root = tmp_path_factory.mktemp("heads")
     (root / "target").symlink_to(save_model())
+    (root / "wide-target").symlink_to(save_model(hidden_size=48))
     target = Target(tiny("llama"))
     save_head(make_head("medusa", target, output="own"), root / "medusa")
     save_head(make_head("hydra", target, prefix=True), root / "hydra")
@@ -35,6 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., P
         save_head(make_head(kind, target), root / kind)
     save_head(make_head("medusa", Target(tiny("llama", hidden_size=48))), root / "wide")
     save_head(make_head("medusa", target), root / "spoilt")
+    for name, model in (("named", "target"), ("lost", "no/such-model"), ("other", "wide-target"), ("unnamed", None)):
+        save_head(make_head("medusa", target, target_name=model), root / name)
     (root / "spoilt" / FILE).write_text("{}")
     write_rows(root / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     questions = [{"question_id": number, "category": "qa", "turns": [text]} for number, text in enumerate(PROMPTS)]
@@ -151,3 +156,49 @@ def test_calibrate_asks_the_questions_of_distilled_answers(call: Call, folder: P
     shown = [call(calibrate, *ask, str(tmp_path / file))[:2] for file in ("answers.jsonl", "alone.jsonl")]
     (status, out), (_, other) = shown
     assert status == 0 and out.partition("worth it here")[0] == other.partition("worth it here")[0]
+
+
+ALONE = ["--dtype", "float64", "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12"]
+EACH: list[tuple[Any, list[str]]] = [
+    (generate, [*ALONE, "--head"]),
+    (generate, [*ALONE, "--proposer"]),
+    (calibrate, [*ALONE, "--head"]),
+    (check, ["--no-decode", "--dtype", "float64"]),
+    (serve, ["--port", "0", "--head"]),
+    (bench, ["--dtype", "float64", "--questions", "questions.jsonl", "--repeats", "1", "--methods"]),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments"), EACH)
+def test_a_head_names_its_model(
+    call: Call, script: Any, arguments: list[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Without --model it is loaded; what cannot be found is said before anything is."""
+    loaded = list[str | None]()
+    load = script.load_target
+    monkeypatch.setattr(script, "load_target", lambda options: loaded.append(options.model) or load(options))
+    monkeypatch.setattr(serve, "run", lambda *_: None)
+    assert call(script, *arguments, "named").status == 0 and loaded == ["target"]
+    call(script, *arguments, "lost").refused("cannot load a model from 'no/such-model'", "give --model if it is")
+    call(script, *arguments, "unnamed").refused("the head in unnamed does not name the model that it was trained for")
+    assert loaded == ["target"]
+    (folder / "named" / FILE).unlink(missing_ok=True)
+
+
+def test_heads_of_several_models_need_one(call: Call) -> None:
+    ask = ["--dtype", "float64", "--questions", "questions.jsonl", "--repeats", "1", "--methods", "named,other"]
+    call(bench, *ask).refused("several models: named for target, other for wide-target; give --model")
+    assert call(bench, *ask, *BASE[:2], "--limit", "1").status == 0
+
+
+def test_which_model_a_head_is_for(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(folder)
+    assert [find_model(PRETRAINED / kind) for kind in ("medusa", "hydra", "eagle", "eagle3")] == [None] * 4
+    target = Target(tiny("llama"))
+    save_head(make_head("medusa", target, target_name="gone", target_weights="210dbf7a38725ae1"), tmp_path / "named")
+    assert find_model(tmp_path / "named") is None  # the default model, by its weights
+    (tmp_path / "named" / "adapter").mkdir()
+    (tmp_path / "named" / "adapter" / "adapter_config.json").write_text("{}")
+    assert find_model(tmp_path / "named") == str(tmp_path / "named" / "adapter")  # of Medusa-2
+    names = [ModelOptions(model).public_name for model in (None, "org/model", "target", str(folder / "target"))]
+    assert names == [DEFAULT_MODEL, "org/model", None, None]

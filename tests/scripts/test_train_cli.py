@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from decode import Target
+from draftless_commands.head_training.record import RECORD, read_record
 from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
 from tests.support.commands import Call, Run
@@ -82,7 +84,19 @@ def test_a_plan_is_printed_and_nothing_is_written(call: Call, trained: Path, tmp
 
 
 def test_the_files_of_a_training(place: Path, trained: Path) -> None:
-    assert {file.name for file in trained.iterdir()} == {"config.json", "model.safetensors", CHECKPOINT, METRICS}
+    assert {file.name for file in trained.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        CHECKPOINT,
+        METRICS,
+        RECORD,
+    }
+    record = read_record(trained)
+    words = f"--data answers.jsonl --out {trained.name} --model {place.name} --dtype float32 --heads 3 --layers 2"
+    shown = f"draftless train --kind medusa {words} --max-steps 9 --batch-tokens 512"
+    options = "--epochs 2", "--lr 0.01", "--save-every 2", "--validate-every 3"
+    assert sorted(record["command"].split()) == sorted(" ".join((shown, *options)).split())
+    assert record["data"] == ["answers.jsonl"] and record["examples"] + 4 <= 200 and "/" not in json.dumps(record)
     rows = read_metrics(trained)
     assert [row["step"] for row in rows] == [3, 6, 9, 9]
     assert [*losses(trained)[0]] == ["step", "tokens", "loss", "agreement"]
@@ -90,7 +104,8 @@ def test_the_files_of_a_training(place: Path, trained: Path) -> None:
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(trained / "model.safetensors").values())
     target = Target.load(place, dtype="float64")
     with warnings.catch_warnings(action="error"):
-        assert load_draft_head(trained, target).config.target_weights == target.weights_fingerprint
+        config = load_draft_head(trained, target).config
+    assert (config.target_weights, config.target_name) == (target.weights_fingerprint, None), "a path is no name"
     target._fingerprint = "x"
     with pytest.warns(UserWarning, match="with other weights than this target's"):
         load_draft_head(trained, target)
