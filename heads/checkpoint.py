@@ -78,10 +78,13 @@ def read_target(folder: str | Path) -> HeadConfig:
         config = _read_config(path, metadata)
         own = section(config, OWN)
         if "kind" in own:
-            known = {each.name: own.get(each.name) for each in fields(HeadConfig)}
-            return HeadConfig(**known | {"hidden_size": own.get("target_hidden_size") or own.get("hidden_size")})
-        name = str(path) if any(name.startswith(WHOLE) for name in tensors) else name_target(config)
-        return HeadConfig(config.get("hidden_size"), config.get("vocab_size"), target_name=name)
+            known: dict[str, Any] = {each.name: own.get(each.name) for each in fields(HeadConfig)}
+            known["hidden_size"] = own.get("target_hidden_size") or own.get("hidden_size")
+        else:
+            known = {size: config.get(size) for size in ("hidden_size", "vocab_size")}
+            is_whole = any(name.startswith(WHOLE) for name in tensors)
+            known["target_name"] = str(path) if is_whole else name_target(config)
+        return HeadConfig(**known)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 

@@ -6,14 +6,27 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from decode import Target
+from decode.devices.user_cache import print_notice
+from decode.models.adapters import is_adapter
 from decode.models.default_model import NAME
 from decode.models.loading import DTYPES
-from draftless_commands.checking.report import check_folder, find_kind_of, list_servers, report_fault
-from draftless_commands.checking.serving import check_engine
+from draftless_commands.checking.card import Card, check_card
+from draftless_commands.checking.drift import answer_without_adapter, measure_drift
+from draftless_commands.checking.report import (
+    NEW_TOKENS,
+    Report,
+    check_folder,
+    find_kind_of,
+    list_servers,
+    report_fault,
+)
+from draftless_commands.checking.serving import DRAFT_MODEL, check_engine
+from draftless_commands.checking.upload import check_upload, upload
 from draftless_commands.shared.command import Parser, check_output_folder, failing_clearly
 from draftless_commands.shared.options import ModelOptions, add_kind_option, load_target
 from heads.checkpoint import check_overwrite, load_head, save_head
@@ -29,40 +42,84 @@ on a CPU."""
 EXPORT_HELP = """for a Medusa head with a draft vocabulary or the model's output matrix: write a copy with a matrix for
 the whole vocabulary, which vLLM 0.32 serves (older versions were not tried), and check the copy. It drafts the same
 tokens and is larger"""
+MODEL_HELP = """the target: a local folder or a hub id (default: the model that the head was trained for). Of a peft
+adapter's folder, the perplexity of the original's answers before and after is shown too"""
+CARD_HELP = """write a model card, HEAD/README.md (with --export: of the copy). A README.md of your own is never
+replaced"""
+UPLOAD_HELP = """then upload the head to a repository on the Hugging Face Hub: what its users need, and not the
+checkpoint of its training"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
-    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
-    parser.add_argument("--model", help="the target: a local folder or a hub id (default: SmolLM2-135M-Instruct)")
-    add_kind_option(parser)
-    parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
-    parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
-    parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
-    python_help = "for --serve: a Python that can import vLLM (default: the one that runs this)"
-    parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help=python_help)
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         if not args.folder.is_dir():
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
             check_engine(args.engine_python)
+        if args.card:
+            check_card(args.export or args.folder)
         try:
             kind = find_kind_of(args.folder)
         except ValueError as fault:  # before the target is loaded
             report = report_fault(args.folder, args.model or NAME, fault)
         else:
             check_kind(args, kind)
-            target = load_target(ModelOptions.from_args(args, accelerate="auto"))
-            folder = args.folder if args.export is None else export(args.folder, args.export, target)
-            name, python = args.model or str(target.model.name_or_path), args.engine_python if args.serve else None
-            report = check_folder(folder, target, name, not args.no_decode, python)
-        print(json.dumps(asdict(report) | {"ok": report.ok}) if args.json else report.describe())
+            report = examine(args, kind)
+        print(json.dumps(to_json(report)) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
+    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
+    parser.add_argument("--model", help=MODEL_HELP)
+    add_kind_option(parser)
+    parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
+    parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
+    parser.add_argument("--serve", action="store_true", help="serve the head in vLLM and compare it with Draftless")
+    python_help = "for --serve: a Python that can import vLLM (default: the one that runs this)"
+    parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help=python_help)
+    parser.add_argument("--card", action="store_true", help=CARD_HELP)
+    parser.add_argument("--push-to-hub", metavar="USER/NAME", help=UPLOAD_HELP)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: float32 on a CPU, else the model's)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+    return parser
+
+
+def examine(args: Namespace, kind: str) -> Report:
+    """Check the head, and the model's answers if the model is an adapter. Write and upload what is asked for."""
+    options = ModelOptions.from_args(args, accelerate="auto")
+    if kind != DRAFT_MODEL:
+        options = options.for_heads([args.folder])
+    folder, repository = args.export or args.folder, args.push_to_hub
+    if repository is not None:
+        check_upload(repository, args.folder if args.export is None else None)
+    answers = None
+    if options.model is not None and is_adapter(options.model) and not args.no_decode:
+        answers = answer_without_adapter(options, NEW_TOKENS)
+    target = load_target(options)
+    if args.export is not None:
+        export(args.folder, folder, target)
+    name, python = options.model or str(target.model.name_or_path), args.engine_python if args.serve else None
+    report = check_folder(folder, target, name, not args.no_decode, python)
+    if report.kind is None:  # it was not loaded
+        return report
+    if answers is not None:
+        report = replace(report, drift=measure_drift(answers, target))
+    if args.card:
+        print_notice(f"{Card(folder, args.folder, report, target, options, repository).save()} is written")
+    if repository is not None:
+        print_notice(f"{folder} is uploaded to {upload(folder, repository)}")
+    return report
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """A report as --json prints it."""
+    return asdict(report) | {"tokens": report.tokens, "ok": report.ok}
 
 
 def check_kind(args: Namespace, kind: str) -> None:
@@ -76,7 +133,7 @@ def check_kind(args: Namespace, kind: str) -> None:
         check_overwrite(args.export)
 
 
-def export(folder: Path, into: Path, target: Target) -> Path:
+def export(folder: Path, into: Path, target: Target) -> None:
     """Write a copy of a Medusa head that needs no token map.
 
     The copy drafts the same tokens, so the head's calibration holds for it.
@@ -89,7 +146,6 @@ def export(folder: Path, into: Path, target: Target) -> Path:
     (into / FILE).unlink(missing_ok=True)  # of a head that was here before
     if calibration is not None:
         calibration.save(into)
-    return into
 
 
 if __name__ == "__main__":

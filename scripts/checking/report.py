@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode import Target, stream
+from decode import Proposer, Stats, Target, stream
+from draftless_commands.checking.drift import Drift
 from draftless_commands.checking.rules import (
     Engine,
     Finding,
@@ -20,6 +21,7 @@ from draftless_commands.checking.rules import (
     warning,
 )
 from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
+from draftless_commands.shared.results import INTERVAL, resample
 from draftless_commands.shared.terminal import show_progress
 from draftless_commands.shared.worth import NODES, Worth, count, describe_tau, find_worth
 from heads.checkpoint import find_kind
@@ -39,9 +41,10 @@ EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
 
 @dataclass(frozen=True)
 class Report:
-    """The result for one folder. tau: the mean acceptance length here in trees of `NODES` nodes, over so many tokens.
+    """The result for one folder. tau: the mean acceptance length here in trees of `NODES` nodes.
 
-    Without drafting, tau, tokens and worth are None.
+    tau_interval: of 95 %, bootstrapped over the prompts. drift: if the target has an adapter. Without drafting, tau,
+    its interval, worth and drift are None.
     """
 
     folder: str
@@ -50,10 +53,17 @@ class Report:
     findings: list[Finding]
     commands: Mapping[Engine, str | None]  # None: not served, or not without a fault
     tau: float | None = None
-    tokens: int | None = None
+    tau_interval: tuple[float, float] | None = None
+    by_prompt: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # new tokens, and passes of the target
     expected_tau: float | None = None  # by the head's calibration, of trees of as many nodes
     worth: Worth | None = None
+    drift: Drift | None = None
     served: ServedResult | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Those that tau rests on."""
+        return sum(tokens for tokens, _ in self.by_prompt.values())
 
     @property
     def ok(self) -> bool:
@@ -67,10 +77,14 @@ class Report:
             missing = blocked if has_error(self.findings, engine) else f"it does not serve {self.kind} heads"
             lines.append(f"\n{engine}: {command or missing}")
         lines += [f"\n{self.served.describe()}"] if self.served is not None else []
-        if self.tau is not None and self.tokens is not None and self.worth is not None:
+        if self.drift is not None:
+            lines.append(f"\n{self.drift.describe()}")
+        if self.tau is not None and self.tau_interval is not None and self.worth is not None:
             expected = "nothing" if self.expected_tau is None else f"{self.expected_tau:.2f}"
+            low, high = self.tau_interval
             basis = f"{count(self.tokens, 'token')} of {count(len(PROMPTS), 'prompt')}, greedy"
-            lines.append(f"\n{describe_tau(self.tau, basis)}; {FILE} expects {expected}")
+            interval = f"95 % interval {low:.2f} to {high:.2f}"
+            lines.append(f"\n{describe_tau(self.tau, f'{basis}, {interval}')}; {FILE} expects {expected}")
             lines.append(self.worth.describe())
         return "\n".join(lines)
 
@@ -104,12 +118,11 @@ def check_folder(
         return report_fault(path, name, fault)
     kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
     commands = write_commands(kind, speculation, name)
-    tau, tokens, expected, worth, served = None, None, None, None, None
+    tau, interval, by_prompt, expected, worth, served = None, None, {}, None, None, None
     if decode:
-        chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
-        answers = [chunk.answer for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS) if chunk.answer]
-        tokens = sum(answer.stats.tokens for answer in answers)
-        tau = tokens / sum(answer.stats.steps for answer in answers)
+        by_prompt = count_accepted(target, proposer)
+        tokens, steps = map(sum, zip(*by_prompt.values(), strict=True))
+        tau, interval = tokens / steps, tuple(resample([*by_prompt.values()]).quantile(INTERVAL).tolist())
         calibration = getattr(proposer, "calibration", None)
         expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
@@ -122,7 +135,17 @@ def check_folder(
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
     usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
-    return Report(str(path), name, kind, findings, usable, tau, tokens, expected, worth, served)
+    return Report(str(path), name, kind, findings, usable, tau, interval, by_prompt, expected, worth, served=served)
+
+
+def count_accepted(target: Target, proposer: Proposer) -> dict[str, tuple[int, int]]:
+    """The new tokens and the target's passes of each of `PROMPTS`."""
+    found = dict[int, Stats]()
+    chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
+    for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS):
+        if chunk.answer is not None:
+            found[chunk.request_id] = chunk.answer.stats
+    return {prompt: (found[number].tokens, found[number].steps) for number, prompt in enumerate(PROMPTS)}
 
 
 def has_error(findings: Sequence[Finding], engine: Engine) -> bool:

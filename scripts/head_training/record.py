@@ -28,6 +28,7 @@ def write_record(options: TrainOptions, dataset: Dataset) -> None:
         "examples": len(dataset.examples),
         "answer_tokens": dataset.answer_tokens,
         "held_out_prompts": len(dataset.prompts),
+        "continued": options.init is not None,
     }
     write_aside(options.out / RECORD, lambda file: file.write((json.dumps(record, indent=2) + "\n").encode()))
 

@@ -265,6 +265,7 @@ def test_published_layouts_load_bit_exact(tmp_path, kind, settings, named, confi
     own = f"{kind}_lm_head.safetensors", f"{kind}_lm_head.pt"
     files = own if kind in ("medusa", "hydra") else EAGLE_FILES
     assert_alike(load_head(write(tmp_path, files[pickled], named(head), config)), head)
+    assert read_target(tmp_path).target_name == head.config.target_name
 
 
 def test_what_a_file_lacks_is_given(tmp_path):

@@ -334,7 +334,9 @@ def test_tau_is_compared_with_the_calibration(call: Call, target: Target, tmp_pa
     assert names == ["accepts-nothing" if report["tau"] < USELESS_TAU else "accepts-less-than-card"]
     assert report["worth"]["prompts"] == len(PROMPTS) and report["tokens"] > report["worth"]["tokens"] > 0
     tau, verdict = call(tmp_path).out.splitlines()[-2:]
-    basis = f"({report['tokens']} tokens of 4 prompts, greedy); calibration.json expects 3.94"
+    low, high = report["tau_interval"]
+    interval = f"95 % interval {low:.2f} to {high:.2f}"
+    basis = f"({report['tokens']} tokens of 4 prompts, greedy, {interval}); calibration.json expects 3.94"
     assert tau == f"tau {report['tau']:.2f} in trees of 16 nodes {basis}"
     assert re.fullmatch(r"worth it here: (yes|no), [\d.]+x the speed without drafts .*", verdict)
 
