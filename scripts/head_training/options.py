@@ -171,7 +171,7 @@ class TrainOptions:
 
     joint: bool = flag(
         "medusa and hydra, with --init: train the model too, by low-rank adapters. They are written to --out/adapter, "
-        "which is the --model for this head",
+        "which is then the model for this head",
         False,
     )
     lora_rank: int | None = number(f"rank of the adapters (default: {RANK})")
