@@ -126,6 +126,8 @@ def check_kind(args: Namespace, kind: str) -> None:
     """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
     if args.serve and "vllm" not in list_servers(kind):
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
+    if args.push_to_hub is not None and kind == DRAFT_MODEL:
+        raise ValueError("--push-to-hub is for heads; a draft model is a model of transformers, with its push_to_hub")
     if args.export is not None:
         if kind != "medusa":
             raise ValueError(f"--export is for Medusa heads; {args.folder} has a head of kind {kind}")

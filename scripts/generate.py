@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
-        model = model.for_heads(list_heads(args.proposer, args.head))
         check_writable(args.store and Path(args.store), "--store")
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept = args.store if args.store is not None and Path(args.store).exists() else None
         if store is not None and kept is not None:
             store.load(kept)  # finds a damaged file
-        target = load_target(model)
+        target = load_target(model.for_heads(list_heads(args.proposer, args.head)))
         renderer = Renderer(target.tokenizer, args.template_option, args.chat)
         encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
         if store is not None and kept is not None:

@@ -64,15 +64,14 @@ class Card:
         self, folder: Path, source: Path, report: Report, target: Target, options: ModelOptions, repository: str | None
     ) -> None:
         self.folder, self.source, self.report, self.repository = folder, source, report, repository
-        self.kind, self.head, named = str(report.kind), None, options.model
+        self.kind, self.head, named = str(report.kind), None, None
         if self.kind != DRAFT_MODEL:
             self.head = load_head(folder, vocab_size=target.vocabulary, layers=target.config.num_hidden_layers)
-            named = read_target(folder).target_name or options.model
-        self.is_named = named != options.model or named is None or is_adapter(folder / ADAPTER_FOLDER)
+            named = read_target(folder).target_name
+        self.is_named = named is not None or options.model is None or is_adapter(folder / ADAPTER_FOLDER)
         self.has_adapter = options.model is not None and is_adapter(options.model)
-        if self.has_adapter:
-            named = find_base(Path(str(options.model)))
-        self.base = ModelOptions(named).public_name  # None: a path, which means nothing elsewhere
+        base = find_base(Path(str(options.model))) if self.has_adapter else named or options.model
+        self.base = ModelOptions(base).public_name  # None: a path, which means nothing elsewhere
         self.hub_id = self.base if self.base is not None and HUB_ID.fullmatch(self.base) else None
 
     def save(self) -> Path:
@@ -87,7 +86,7 @@ class Card:
         yield "\n".join(self._write_metadata())
         noun = "draft model" if self.head is None else f"{self.kind} head"
         yield f"{MARK}\n\n# {self.folder.resolve().name}: {noun}" + (f" for {self.base}" if self.base else "")
-        adapted = f" with the adapter in `{ADAPTER_FOLDER}`" if self.has_adapter else ""
+        adapted = " with an adapter" if self.has_adapter else ""
         yield (
             f"It drafts tokens, which its model{adapted} verifies (speculative decoding): the text is the model's, in "
             "fewer forward passes."
@@ -169,7 +168,7 @@ class Card:
         fetch = f"hf download {self.repository} --local-dir {shlex.quote(place)}\n" if self.repository else ""
         yield f"```sh\n{fetch}{shlex.join([*words, '--prompt', QUESTION])}\n```"
         if self.has_adapter:
-            yield f"Servers need a MODEL with `{ADAPTER_FOLDER}` merged into it."
+            yield "Servers need a MODEL with the adapter merged into it."
         model = "MODEL" if self.has_adapter else self.hub_id or "MODEL"
         served = write_commands(self.kind, describe_speculation(self.head, self.repository or place), model)
         for engine in ENGINES:

@@ -53,10 +53,13 @@ class Drift:
 def answer_without_adapter(options: ModelOptions, new_tokens: int) -> list[Scored]:
     """The answers of an adapter's base model to `PROMPTS`, at most so many tokens each. options.model: the adapter.
 
-    Before the adapted model is loaded: there need not be memory for both.
+    Call it before the adapted model is loaded: then there need not be memory for both. Raises ValueError if the base
+    model cannot be loaded or gives no numbers.
     """
     original = load_target(replace(options, model=find_base(Path(str(options.model)))))
     answers = generate(original, PROMPTS, NGramProposer(), max_new_tokens=new_tokens)
+    if failed := [each.error for each in answers if each.error is not None]:
+        raise ValueError(failed[0])
     return [Scored(each.prompt, each.tokens, score(original, each.prompt, each.tokens)) for each in answers]
 
 

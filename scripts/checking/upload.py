@@ -14,6 +14,7 @@ from decode.models.adapters import ADAPTER, find_base, is_adapter
 from draftless_commands.checking.card import CARD
 from draftless_commands.head_training.record import RECORD
 from draftless_commands.shared.options import ADAPTER_FOLDER
+from heads.checkpoint import is_saved_head
 from heads.formats.weight_files import CONFIG, WEIGHTS
 from proposers.calibration import FILE
 from training.checkpoint import METRICS
@@ -37,9 +38,9 @@ def check_upload(repository: str, folder: Path | None) -> None:
 
 def _check_files(folder: Path) -> None:
     """Raise ValueError for a folder that would be of no use to others."""
-    if not (folder / WEIGHTS).is_file():
+    if not is_saved_head(folder):
         raise ValueError(
-            f"{folder} has no {WEIGHTS}; save the head with Draftless: heads.save_head(heads.load_head(HEAD), FOLDER)"
+            f"--push-to-hub is for heads that Draftless saved: heads.save_head(heads.load_head({folder}), NEW)"
         )
     if is_adapter(folder / ADAPTER_FOLDER):
         base = find_base(folder / ADAPTER_FOLDER)

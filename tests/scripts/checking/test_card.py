@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from safetensors.torch import load_file
 
 from decode import Target
 from decode.models.adapters import ADAPTER, BASE
@@ -24,6 +25,7 @@ from heads import save_head
 from tests.support.commands import Call
 from tests.support.drafting import make_head
 from tests.support.models import tiny
+from tests.support.published_heads import write
 from training.checkpoint import CHECKPOINT
 from training.joint import Adapters
 
@@ -164,9 +166,10 @@ def test_what_cannot_be_uploaded(call: Call, head: Path, monkeypatch: pytest.Mon
     (head / "adapter").mkdir()
     (head / "adapter" / ADAPTER).write_text(json.dumps({BASE: str(head)}))
     call(head, "--push-to-hub", "me/head").refused("names its base model by a path of this machine")
-    (head / "model.safetensors").rename(head / "pytorch_model.bin")
-    (head / "pytorch_model.bin").unlink()
-    assert call(head, "--push-to-hub", "me/head").status == 1, "there is no head"
+    write(head, "model.safetensors", load_file(head / "model.safetensors"), {})
+    call(head, "--push-to-hub", "me/head").refused("is for heads that Draftless saved")
+    (head / "config.json").write_text(json.dumps({"target_weights": "x"}))
+    call(head, "--push-to-hub", "me/head").refused("is for heads; a draft model is a model of transformers")
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +216,7 @@ def test_check_reports_the_drift_of_an_adapter(pair: Path, run_main: Call) -> No
     (line,) = [line for line in run.out.splitlines() if line.startswith("perplexity of the original model's answers: ")]
     assert "of 4 prompts, greedy, 95 % interval)" in line
     text = (pair / CARD).read_text()
-    assert line[1:] in text and "its model with the adapter in `adapter`" in text
+    assert line[1:] in text and "its model with an adapter verifies" in text
     assert "draftless generate --head" in text and "--model MODEL" not in text and str(pair) not in text
     (pair / CARD).unlink()
     report = json.loads(run_main(check.main, pair, "--json", "--no-decode").out)
