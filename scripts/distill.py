@@ -19,7 +19,7 @@ from decode.scheduler import WHOLE
 from draftless_commands.distillation.answers_file import AnswersFile
 from draftless_commands.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
-from draftless_commands.shared.options import ModelOptions, add_model_options, load_target
+from draftless_commands.shared.options import DEFAULT_MODEL, ModelOptions, add_model_options, load_target
 from draftless_commands.shared.prompts import TEMPLATE_OPTION
 from proposers import check_options, load_proposer
 from training.rendering import Renderer
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="answers are appended here, one a line")
     parser.add_argument("--changed-model", action="store_true", help=CHANGED_HELP)
     parser.add_argument("--template-option", **TEMPLATE_OPTION)
-    add_model_options(parser)
+    add_model_options(parser, f"{DEFAULT_MODEL}, fetched once")
     parser.set_defaults(accelerate="packed")  # compiled kernels are for smaller batches
     group = parser.add_argument_group("answers")
     group.add_argument(

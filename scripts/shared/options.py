@@ -34,6 +34,7 @@ ACCELERATE_HELP = """on a CPU: packed packs the weights. compiled also compiles 
 compiler, 15 seconds once and a second at each start. auto compiles models from 64 MiB on and packs others. On a GPU:
 packed makes attention faster, graphs also makes steps CUDA graphs, and so does auto for models that allow it. off
 changes nothing (default: %(default)s)"""
+OF_HEAD = f"the model that the head was trained for; without a head {DEFAULT_MODEL}, fetched once"
 PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows one tree from all sources that need no
 training; auto adds the pretrained head of the default model. Also a head's folder, or a class of your own as
 FILE.py:CLASS (default: %(default)s)"""
@@ -144,7 +145,7 @@ def list_heads(proposer: str, head: str | Path | None) -> list[Path]:
     return [folder] if folder is not None and folder.is_dir() and not is_trained_draft(folder) else []
 
 
-def add_model_options(parser: argparse.ArgumentParser, default: str = f"{DEFAULT_MODEL}, fetched once") -> None:
+def add_model_options(parser: argparse.ArgumentParser, default: str = OF_HEAD) -> None:
     """Add the options of `ModelOptions`. default: which model is loaded without --model, for the help."""
     add = parser.add_argument_group("model").add_argument
     add(
