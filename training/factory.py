@@ -212,7 +212,7 @@ class _SeenLayer(NamedTuple):
 def _see_layer(target: Target, examples: Sequence[Example]) -> _SeenLayer:
     size, states = target.config.hidden_size, choose_jump(target.config.num_hidden_layers)
     chosen, teacher = examples[:FITTED_EXAMPLES], Teacher(target, (*states, -1))
-    targets = [one for each in chosen for one in teacher.compute([each])]
+    targets = [one for begin in range(0, len(chosen), 8) for one in teacher.compute(chosen[begin : begin + 8])]
     layer = find_decoder(target.model)[1][states[0]]
     below, above, _ = targets[0].features[None].split(size, dim=2)
     embed = target.model.get_input_embeddings()

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from decode import Target, generate
 from decode.cpu import attention, backend, packed_linear
 from decode.cpu.attention import grouped_attention
-from decode.cpu.packed_linear import OneDnnLinear, PackedLinear, can_pack, pack_linear
+from decode.cpu.packed_linear import TOLERANCE, OneDnnLinear, PackedLinear, can_pack, pack_linear
 from decode.models.fingerprint import fingerprint_weights
 from decode.weights.layers import MergedLinear, MergedPart, PackedLayer
 from proposers import MedusaProposer, NGramProposer
@@ -57,20 +57,22 @@ def test_a_packed_layer_computes_the_same_as_the_dense_one(
         assert ((packed(inputs).double() - exact).abs() <= allowed.amax(-1, keepdim=True)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @needs_compiler
-def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch, bias: bool, dtype: torch.dtype) -> None:
     """In parts. Few rows, and all of them afterwards, have the op's bits."""
     monkeypatch.setattr(packed_linear, "UNPACKED", 512 * 40)
     torch.manual_seed(0)
-    linear = nn.Linear(512, 96, bias=bias)
-    packed, inputs = PackedLinear(linear), torch.randn(2, 200, 512)
+    linear = nn.Linear(512, 96, bias=bias, dtype=dtype)
+    packed, inputs = PackedLinear(linear), torch.randn(2, 200, 512, dtype=dtype)
     before = packed(inputs)
     with packed_linear.expecting_many_rows():
         found = packed(inputs)
         assert torch.equal(packed(inputs[:1]), before[:1])
     assert torch.equal(packed(inputs), before) and not torch.equal(found, before)
-    torch.testing.assert_close(found, linear(inputs), rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found, linear(inputs), rtol=tolerance, atol=tolerance)
 
 
 def test_merged_layers_compute_the_same_as_separate_ones() -> None:
