@@ -48,3 +48,19 @@ def replace_files(folder: Path, write: Callable[[Path], Any], last: str) -> None
         for file in sorted(files, key=lambda file: file.name == last):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             os.replace(Path(aside) / file, folder / file)
+
+
+def create_folder(path: Path, write: Callable[[Path], Any]) -> None:
+    """Call `write(aside)` on an empty folder next to `path`, then rename it to `path`, which is missing or empty.
+
+    A kill or a full disk leaves no part of it at `path`. Only one process may write a path at a time.
+    """
+    path = path.resolve()
+    aside = path.with_name(f"{ASIDE}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed
+    aside.mkdir(parents=True)
+    try:
+        write(aside)
+        os.replace(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -27,9 +27,10 @@ from draftless_commands.checking.report import (
 )
 from draftless_commands.checking.serving import DRAFT_MODEL, check_engine
 from draftless_commands.checking.upload import check_upload, upload
-from draftless_commands.shared.command import Parser, check_output_folder, failing_clearly
-from draftless_commands.shared.options import ModelOptions, add_kind_option, load_target
+from draftless_commands.shared.command import Parser, check_new_folder, check_output_folder, failing_clearly
+from draftless_commands.shared.options import ModelOptions, add_kind_option, fetch_checkpoint, load_target
 from heads.checkpoint import check_overwrite, load_head, save_head
+from heads.formats.written_checkpoint import read_checkpoint, write_checkpoint
 from heads.medusa import MedusaHead, widen_medusa
 from proposers.calibration import FILE, load_calibration
 
@@ -48,12 +49,17 @@ CARD_HELP = """write a model card, HEAD/README.md (with --export: of the copy). 
 replaced"""
 UPLOAD_HELP = """then upload the head to a repository on the Hugging Face Hub: what its users need, and not the
 checkpoint of its training"""
+RESTORE_HELP = """instead of a head: the checkpoint, folder or hub id, that --model was fine-tuned from. Write a copy of
+--model with the MTP module of BASE to --out, for fine-tuned models that were saved without it"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
+        if args.restore_mtp is not None:
+            restore(args)
+            return
         if not args.folder.is_dir():
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
@@ -74,8 +80,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> Parser:
     parser = Parser(prog="draftless check", description=__doc__, epilog=EPILOG)
-    parser.add_argument("folder", type=Path, metavar="HEAD", help="the head's folder, in any published format")
+    one = parser.add_mutually_exclusive_group(required=True).add_argument
+    one("folder", type=Path, nargs="?", metavar="HEAD", help="the head's folder, in any published format")
+    one("--restore-mtp", metavar="BASE", help=RESTORE_HELP)
     parser.add_argument("--model", help=MODEL_HELP)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for --restore-mtp: a new folder for the copy")
     add_kind_option(parser)
     parser.add_argument("--no-decode", action="store_true", help="do not draft with the head here")
     parser.add_argument("--export", type=Path, metavar="DIR", help=EXPORT_HELP)
@@ -124,6 +133,8 @@ def to_json(report: Report) -> dict[str, Any]:
 
 def check_kind(args: Namespace, kind: str) -> None:
     """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
+    if args.out is not None:
+        raise ValueError("--out is for --restore-mtp; a copy of a head is written by --export")
     if args.serve and "vllm" not in list_servers(kind):
         raise ValueError(f"--serve is for heads that vLLM has a class for, not for {kind} heads")
     if args.push_to_hub is not None and kind == DRAFT_MODEL:
@@ -133,6 +144,23 @@ def check_kind(args: Namespace, kind: str) -> None:
             raise ValueError(f"--export is for Medusa heads; {args.folder} has a head of kind {kind}")
         check_output_folder(args.export, "--export")
         check_overwrite(args.export)
+
+
+def restore(args: Namespace) -> None:
+    """Write a copy of a fine-tuned model's checkpoint with its base's MTP module, as --restore-mtp says."""
+    if args.model is None or args.out is None:
+        raise ValueError("--restore-mtp needs --model, the fine-tuned checkpoint, and --out, a folder for its copy")
+    if args.serve or args.card or any(each is not None for each in (args.export, args.push_to_hub)):
+        raise ValueError(
+            "--serve, --card, --export and --push-to-hub are for a head, not for --restore-mtp; check the copy "
+            "afterwards"
+        )
+    check_new_folder(args.out, "--out")
+    model, base = (read_checkpoint(fetch_checkpoint(name)) for name in (args.model, args.restore_mtp))
+    if model.modules:
+        raise ValueError(f"{args.model} has an MTP module already; restoring is for checkpoints that have lost it")
+    write_checkpoint(model, base, args.out)
+    print(f"{args.out} is {args.model} with the MTP module of {args.restore_mtp}")
 
 
 def export(folder: Path, into: Path, target: Target) -> None:

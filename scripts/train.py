@@ -23,11 +23,12 @@ from decode.models.fingerprint import find_changes
 from draftless_commands.distillation.answers_file import settings_path
 from draftless_commands.head_training.measurements import describe_validation, plot_training, print_plan
 from draftless_commands.head_training.options import DRAFT_LAYERS, TrainOptions, make_parser
-from draftless_commands.head_training.parts import make_parts
+from draftless_commands.head_training.parts import find_checkpoints, make_parts
 from draftless_commands.head_training.record import write_record
 from draftless_commands.shared.command import failing_clearly
 from draftless_commands.shared.options import ModelOptions, load_model_only, load_target
 from heads.checkpoint import load_head
+from heads.formats.written_checkpoint import Checkpoint, compose_modules, write_checkpoint
 from proposers.load import share_matrices
 from training.checkpoint import load_checkpoint
 from training.data import Dataset, find_rarest, load_dataset
@@ -56,8 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(accelerator: Accelerator, options: TrainOptions) -> None:
     """Print the plan, and train unless it was asked for alone."""
+    checkpoints = find_checkpoints(options)
     target, dataset = load_model_and_data(options)
     head = get_head(options, target, dataset)
+    if checkpoints is not None:
+        compose_modules(*checkpoints, head)  # refuses what could not be written after the training
     model = target.fingerprints  # before it gets adapters
     parts = make_parts(options, target, head, dataset.prompts)
     load_batch = BatchLoader(dataset.examples, parts.teacher)
@@ -90,8 +94,17 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     if accelerator.is_main_process:
         print(trainer.describe() + ("" if steps else "; it was finished already, and nothing was done"))
         print(describe_validation(dataset.prompts))
-        if options.plot is not None:
-            plot_training(options.out, options.plot)
+        write_results(options, checkpoints)
+
+
+def write_results(options: TrainOptions, checkpoints: tuple[Checkpoint, Checkpoint] | None) -> None:
+    """The plot and the checkpoint, if they were asked for. checkpoints: as of `find_checkpoints`."""
+    if options.plot is not None:
+        plot_training(options.out, options.plot)
+    if options.write_checkpoint is not None and checkpoints is not None:
+        head: Any = load_head(options.out)
+        write_checkpoint(*checkpoints, options.write_checkpoint, head)
+        print(f"{options.write_checkpoint} is {checkpoints[0].folder} with the trained module")
 
 
 def make_accelerator(options: TrainOptions) -> tuple[Accelerator, TrainOptions]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from heads.formats.layout import ConfigDict, Format, Layout, TargetSizes, list_names
 from heads.mtp import ATTENTION, MtpConfig, describe_block, make_block
@@ -45,42 +47,109 @@ def is_mtp(names: Iterable[str]) -> bool:
     return bool(_list_modules(names))
 
 
+@dataclass(frozen=True)
+class Names:
+    """The names that a file has for the tensors of its first module."""
+
+    parts: Mapping[str, str]  # by our names
+    matrices: Mapping[str, Mapping[str, str]]  # by our names, and what follows: weight, or also scales; {}: it has none
+    inside: Mapping[str, str]  # of its layer, by their names in the layer
+
+    @property
+    def normed_feedback(self) -> bool:
+        """As in `MtpConfig`, as `states_first`: the families differ in it."""
+        return not self.parts["norm.weight"].endswith("shared_head.norm.weight")
+
+    @property
+    def states_first(self) -> bool:
+        return self.parts["eh_proj.weight"].endswith("input_proj.weight")
+
+
 def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict, sizes: TargetSizes) -> Layout:
     """The layout of a checkpoint's MTP module, with its tensors by our names.
 
     Raises ValueError if tensors are missing or unknown, or if transformers has no such model.
     """
-    target = _read_config(config)
-    prefix = _choose_first(_list_modules(tensors), target.num_hidden_layers)
-    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
-    parts, found = dict[str, Tensor](), dict[str, str]()
-    for ours, published in PARTS.items():
-        found[ours] = next((name for name in published if f"{name}.weight" in names), "")
-        if not found[ours]:
-            raise ValueError(f"missing: {prefix}{' or '.join(published)}.weight, of its MTP module")
-        parts[f"{ours}.weight"] = tensors[names.pop(f"{found[ours]}.weight")]
-    for ours in MATRICES:
-        matrix = _take_matrix(ours, tensors, names, (target.vocab_size, target.hidden_size))
+    target = read_target(config)
+    names = _find_names(tensors, target.num_hidden_layers)
+    parts = {ours: tensors[full] for ours, full in names.parts.items()}
+    for ours, taken in names.matrices.items():
+        matrix = _take_matrix(ours, tensors, taken, (target.vocab_size, target.hidden_size))
         parts |= {} if matrix is None else {f"{ours}.weight": matrix}
-    inside = {}  # the tensors of its layer, by their names in it, and in the file
-    for name, full in names.items():
-        if not re.match(r"layers\.[1-9]", name):
-            inside[name.removeprefix("layers.0.")] = full
-    _refuse_quantized(tensors, inside.values())
-    if not inside:
-        layer = prefix if re.search(r"\d", prefix) else f"{prefix}layers.0."
-        raise ValueError(f"missing: all tensors of the layer of its MTP module, whose names begin with {layer[:-1]}")
+    _refuse_quantized(tensors, names.inside.values())
     head_config = MtpConfig(
         target.hidden_size,
         target.vocab_size,
         target_layers=target.num_hidden_layers,
-        block=describe_block(target, sparse=any("experts." in name for name in inside)),
-        normed_feedback=found["norm"] != "shared_head.norm",
-        states_first=found["eh_proj"] == "input_proj",
+        block=describe_block(target, sparse=any("experts." in name for name in names.inside)),
+        normed_feedback=names.normed_feedback,
+        states_first=names.states_first,
         embedding="embed_tokens.weight" in parts,
         output="shared" if "lm_head.weight" in parts else "target",
     )
-    return Layout(head_config, tensors={**_convert(head_config.block, tensors, inside), **parts})
+    return Layout(head_config, tensors={**_convert(head_config.block, tensors, names.inside), **parts})
+
+
+def write_mtp(
+    head: Any, module: Mapping[str, Tensor], config: ConfigDict, others: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's first module with a head's values, in the names, dtypes and shapes that they have.
+
+    module: the checkpoint's tensors of its modules; config: its config. others: the target's tensors, of which the
+    module can have copies. Raises ValueError if the head has not the module's form.
+    """
+    names, states = _find_names(module, read_target(config).num_hidden_layers), head.state_dict()
+    if (head.config.normed_feedback, head.config.states_first) != (names.normed_feedback, names.states_first):
+        raise ValueError("the head has the form of another family's module; train from the checkpoint's own")
+    values = {full: states[ours] for ours, full in names.parts.items()}
+    for ours, taken in names.matrices.items():
+        own, outside = states.get(f"{ours}.weight"), _find_outside(ours, others).get("weight")
+        if own is not None and not taken:
+            raise ValueError(f"the head has its own {ours}, and the module has none; train from the checkpoint's own")
+        if own is None and outside is not None:
+            own = others[outside]
+        if taken and own is not None:
+            values[taken["weight"]] = own[: head.vocab_size]
+    values |= _revert(head.config.block, states, names.inside)
+    written = {}
+    for full, value in values.items():
+        written[full] = module[full].clone()  # a matrix can have more rows, for tokens that the target does not have
+        if (place := written[full][: len(value)]).shape != value.shape:
+            raise ValueError(f"the head's {full} is {list(value.shape)}, the MTP module's {list(module[full].shape)}")
+        place.copy_(value)
+    return written
+
+
+def select_modules(names: Iterable[str]) -> set[str]:
+    """Those of a checkpoint's tensors that are of its MTP modules, of the first and of others."""
+    names = [*names]
+    begins = tuple(re.sub(r"(mtp(?:_layers)?\.).*", r"\1", prefix) for prefix in _list_modules(names))
+    return {name for name in names if name.startswith(begins)}
+
+
+def _find_names(tensors: Mapping[str, Tensor], layers: int) -> Names:
+    """The names of the first module's tensors. layers: the target's. Raises ValueError if parts are missing."""
+    prefix = _choose_first(_list_modules(tensors), layers)
+    names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
+    parts, matrices = dict[str, str](), dict[str, dict[str, str]]()
+    for ours, published in PARTS.items():
+        found = next((f"{name}.weight" for name in published if f"{name}.weight" in names), None)
+        if found is None:
+            raise ValueError(f"missing: {prefix}{' or '.join(published)}.weight, of its MTP module")
+        parts[f"{ours}.weight"] = names.pop(found)
+    for ours, (own, _) in MATRICES.items():
+        matrices[ours] = {}
+        for name in own:
+            of_it = [each for each in names if each.startswith(f"{name}.")]
+            matrices[ours] |= {each.removeprefix(f"{name}."): names.pop(each) for each in of_it}
+    inside = {}
+    for name, full in names.items():
+        if not re.match(r"layers\.[1-9]", name):
+            inside[name.removeprefix("layers.0.")] = full
+    if not inside:
+        layer = prefix if re.search(r"\d", prefix) else f"{prefix}layers.0."
+        raise ValueError(f"missing: all tensors of the layer of its MTP module, whose names begin with {layer[:-1]}")
+    return Names(parts, matrices, inside)
 
 
 def _list_modules(names: Iterable[str]) -> dict[str, int]:
@@ -109,21 +178,16 @@ def _choose_first(modules: Mapping[str, int], layers: int) -> str:
 
 
 def _take_matrix(
-    ours: str, tensors: Mapping[str, Tensor], names: dict[str, str], shape: tuple[int, int]
+    ours: str, tensors: Mapping[str, Tensor], taken: Mapping[str, str], shape: tuple[int, int]
 ) -> Tensor | None:
-    """A module's own embeddings or output matrix, whose tensors are taken out of `names`; None if it has the target's.
+    """A module's own embeddings or output matrix; None if it has the target's. taken: as in `Names`.
 
     Raises ValueError if they are quantized or of another shape.
     """
-    published, theirs = MATRICES[ours]
-    taken: dict[str, str] = {}  # by what follows the matrix's name: weight, or also the scales of a quantized one
-    for name in published:
-        taken |= {each.removeprefix(f"{name}."): names.pop(each) for each in [*names] if each.startswith(f"{name}.")}
     if not taken:
         return None
-    outside = {(match[1], match[2]): full for full in tensors if (match := OUTSIDE.fullmatch(full))}
-    given = next((name for name in theirs if (name, "weight") in outside), "")
-    same = {rest: outside.get((given, rest)) for rest in taken}
+    outside = _find_outside(ours, tensors)
+    same = {rest: outside.get(rest) for rest in taken}
     if all(other is not None and _is_equal(tensors[taken[rest]], tensors[other]) for rest, other in same.items()):
         return None
     _refuse_quantized(tensors, taken.values())
@@ -138,6 +202,13 @@ def _take_matrix(
     return None if other is not None and is_copy(matrix, tensors[other][: shape[0]]) else matrix
 
 
+def _find_outside(ours: str, names: Iterable[str]) -> dict[str, str]:
+    """The names that a file has for the target's own matrix, by what follows its name: weight, or also scales."""
+    found = {(match[1], match[2]): full for full in names if (match := OUTSIDE.fullmatch(full))}
+    given = next((name for name in MATRICES[ours][1] if (name, "weight") in found), "")
+    return {rest: full for (name, rest), full in found.items() if name == given}
+
+
 def _is_equal(own: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bytes."""
     if (own.dtype, own.shape) != (other.dtype, other.shape):
@@ -150,7 +221,7 @@ def _refuse_quantized(tensors: Mapping[str, Tensor], names: Iterable[str]) -> No
         raise ValueError(f"its MTP module is quantized ({quantized[0]}), which is not supported")
 
 
-def _read_config(config: ConfigDict) -> PreTrainedConfig:
+def read_target(config: ConfigDict) -> PreTrainedConfig:
     """The text config of the target. Raises ValueError if transformers does not know it."""
     kind = SAME_LAYERS.get(config.get("model_type", ""), config.get("model_type"))
     try:
@@ -170,10 +241,8 @@ def _convert(block: Mapping[str, Any], tensors: Mapping[str, Tensor], inside: Ma
     inside: the names of the layer's tensors, in the layer and in the file. Raises ValueError if some are missing,
     unknown or of another shape.
     """
-    with torch.device("meta"):
-        empty: Any = make_block(block)
-    prefix = next(name for name, module in empty.named_modules() if module is empty.get_decoder()) + "."
-    layer, dtype = f"{prefix}layers.0.", next(tensors[full].dtype for full in inside.values())
+    empty, layer = _make_empty(block)
+    dtype = next(tensors[full].dtype for full in inside.values())
     given = {f"{layer}{name}": tensors[full] for name, full in inside.items()}
     for name, value in empty.state_dict().items():
         if not name.startswith(layer):
@@ -191,6 +260,30 @@ def _convert(block: Mapping[str, Any], tensors: Mapping[str, Tensor], inside: Ma
             raise ValueError(f"{words} in its MTP module: {list_names(named)}")
     states = loaded.get_decoder().state_dict()
     return {f"block.{name}": tensor for name, tensor in states.items() if name.startswith("layers.")}
+
+
+def _revert(block: Mapping[str, Any], states: Mapping[str, Tensor], inside: Mapping[str, str]) -> dict[str, Tensor]:
+    """The inverse of `_convert`: a layer's tensors by their names in the file, from a head's.
+
+    Files have either form of what is converted: an expert's matrices apart, or those of all experts in one. Raises
+    ValueError if the file's names are neither.
+    """
+    empty, layer = _make_empty(block)
+    own = {name.replace("block.layers.0.", layer): state for name, state in states.items() if name.startswith("block.")}
+    reverted: dict[str, Tensor] = revert_weight_conversion(empty, own)
+    for found in (own, reverted):
+        if {*found} == {f"{layer}{name}" for name in inside}:
+            return {full: found[f"{layer}{name}"] for name, full in inside.items()}
+    different = {name.removeprefix(layer) for name in reverted} ^ {*inside}
+    raise ValueError(f"the head and the MTP module have different layers: {list_names(sorted(different))}")
+
+
+def _make_empty(block: Mapping[str, Any]) -> tuple[Any, str]:
+    """A model of one layer without memory, and what the names of the layer's tensors in it begin with."""
+    with torch.device("meta"):
+        empty: Any = make_block(block)
+    decoder = next(name for name, module in empty.named_modules() if module is empty.get_decoder())
+    return empty, f"{decoder}.layers.0."
 
 
 MTP = Format(is_mtp, read_mtp)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,24 @@ def refuse_pointer(path: Path) -> None:
             raise ValueError(f"{path.name} is a Git LFS pointer, not the file itself; run git lfs pull in its folder")
 
 
-def _find_weights(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The weight file, or the shards that an index lists, and the index: the file of each tensor."""
-    found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+def find_weights(folder: Path, names: Sequence[str] = NAMES) -> tuple[list[Path], dict[str, str]]:
+    """The weight file, or the shards that an index lists, and the index: the file of each tensor.
+
+    names: of a weight file or an index; the first that the folder has is taken. Raises ValueError if it has none, or if
+    files are missing.
+    """
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
-        raise ValueError(f"it holds none of {', '.join(NAMES)}")
+        raise ValueError(f"it holds none of {', '.join(names)}")
     if not found.name.endswith(INDEX):
         return [found], {}
     listed = read_json(found).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{found.name} has no weight_map from tensors to files")
-    names = sorted({str(name) for name in listed.values()})
-    if missing := [name for name in names if Path(name).name != name or not (folder / name).is_file()]:
+    shards = sorted({str(name) for name in listed.values()})
+    if missing := [name for name in shards if Path(name).name != name or not (folder / name).is_file()]:
         raise ValueError(f"{found.name} lists files that do not exist: {', '.join(missing)}")
-    return [folder / name for name in names], listed
+    return [folder / name for name in shards], listed
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -54,30 +59,35 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     missing, is damaged or holds more than tensors.
     """
     tensors, metadata = dict[str, Tensor](), dict[str, str]()
-    paths, index = _find_weights(folder)
+    paths, index = find_weights(folder)
     for path in paths:
-        refuse_pointer(path)
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, "pt") as file:
-                    tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                    metadata |= file.metadata() or {}
-            else:
-                content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-                if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-                    raise pickle.UnpicklingError("no dictionary of tensors")
-                tensors |= content
-        except pickle.UnpicklingError as error:  # torch's own text explains how to run the pickle's code
-            raise ValueError(f"{path.name} is damaged, or holds more than tensors, which is not read") from error
-        except Exception as error:  # three formats' readers raise many types for a damaged file
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path.name} is damaged or cut short: {reason or type(error).__name__}") from error
+        held, notes = read_weight_file(path)
+        tensors, metadata = tensors | held, metadata | notes
     for name, original in metadata.items():  # safetensors stores a shared tensor once and lists its other names here
         if original in tensors:
             tensors.setdefault(name, tensors[original])
     if lost := [f"{name} in {file}" for name, file in index.items() if name not in tensors]:
         raise ValueError(f"the index lists tensors that its files do not hold: {list_names(lost)}")
     return tensors, metadata
+
+
+def read_weight_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of one file and its metadata, as in `read_weights`."""
+    refuse_pointer(path)
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                return tensors, file.metadata() or {}
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+            raise pickle.UnpicklingError("no dictionary of tensors")
+        return content, {}
+    except pickle.UnpicklingError as error:  # torch's own text explains how to run the pickle's code
+        raise ValueError(f"{path.name} is damaged, or holds more than tensors, which is not read") from error
+    except Exception as error:  # three formats' readers raise many types for a damaged file
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path.name} is damaged or cut short: {reason or type(error).__name__}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from decode.models.adapters import require_peft
 from decode.models.loading import check_model
-from draftless_commands.shared.command import Parser, at_least, check_output_folder, check_plot
+from draftless_commands.shared.command import Parser, at_least, check_new_folder, check_output_folder, check_plot
 from draftless_commands.shared.options import parse_own_kind
 from draftless_commands.shared.prompts import TEMPLATE_OPTION
 from heads.checkpoint import find_kind
@@ -62,7 +62,10 @@ def number(text: str, default: float | None = None, low: int = 1) -> Any:
 def list_options(kind: str) -> set[str]:
     """The options that are for heads of some kinds, this one among them."""
     joint = JOINT if kind in JOINT_KINDS else ()
-    return {*(["layers"] if kind == "draft" else get_kind(kind).options), *find_objective(kind).options, *joint}
+    if kind == "draft":
+        return {"layers", *find_objective(kind).options}
+    written = ("write_checkpoint",) if get_kind(kind).in_checkpoint else ()
+    return {*get_kind(kind).options, *find_objective(kind).options, *joint, *written}
 
 
 def is_given(value: Any) -> bool:
@@ -112,6 +115,9 @@ class TrainOptions:
         metavar="DIR",
     )
     plan: bool = flag("print sizes and the expected time, then exit", False)
+    write_checkpoint: Path | None = flag(
+        "mtp: at the end, write the model's checkpoint with the trained module here", type=Path, metavar="DIR"
+    )
     plot: Path | None = flag("plot loss and tau to a .png or .svg file", type=Path, metavar="FILE")
 
     model: str | None = flag(
@@ -262,6 +268,7 @@ class TrainOptions:
         check_plot(self.plot)
         check_output_folder(self.cache, "--cache")
         check_output_folder(self.out, "--out")
+        check_new_folder(self.write_checkpoint, "--write-checkpoint")
         if self.plan or not self.out.is_dir():
             return
         if not self.resume and any(self.out.iterdir()):

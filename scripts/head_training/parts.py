@@ -14,8 +14,9 @@ from torch import nn
 from decode import Target
 from draftless_commands.head_training.measurements import validate
 from draftless_commands.head_training.options import TrainOptions
-from draftless_commands.shared.options import ADAPTER_FOLDER
+from draftless_commands.shared.options import ADAPTER_FOLDER, fetch_checkpoint
 from heads.checkpoint import save_head
+from heads.formats.written_checkpoint import Checkpoint, read_checkpoint
 from training.factory import make_objective
 from training.joint import RANK, Adapters, JointObjective
 from training.teacher import Teacher
@@ -49,6 +50,29 @@ def make_parts(options: TrainOptions, target: Target, head: Any, prompts: Prompt
         partial(_validate_adapted, adapters, head, prompts),
         partial(_save_both, adapters, head, options.out),
     )
+
+
+def find_checkpoints(options: TrainOptions) -> tuple[Checkpoint, Checkpoint] | None:
+    """For --write-checkpoint: the model's checkpoint, and the one whose MTP module is trained further.
+
+    That is the model's own if it has one, else --init. Raises ValueError if there is no module.
+    """
+    if options.write_checkpoint is None:
+        return None
+    if options.init is None:
+        raise ValueError("--write-checkpoint needs --init: the model's checkpoint, or a module that was trained before")
+    if options.write_checkpoint.resolve() in [each.resolve() for each in (options.out, options.cache) if each]:
+        raise ValueError("--write-checkpoint is the folder of --out or --cache; give another one")
+    if options.model is None:
+        raise ValueError("--write-checkpoint needs --model, a checkpoint; the default model is a GGUF file")
+    model = read_checkpoint(fetch_checkpoint(options.model))
+    base = model if model.modules else read_checkpoint(options.init)
+    if not base.modules:
+        raise ValueError(
+            f"--write-checkpoint: neither --model {options.model} nor --init {options.init} is a checkpoint with an "
+            "MTP module; draftless check --restore-mtp gives the model its base's"
+        )
+    return model, base
 
 
 def _validate_adapted(adapters: Adapters, head: Any, prompts: Prompts) -> Validation:

@@ -139,6 +139,13 @@ def check_output_folder(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} {path} cannot be written: {there} is no folder that may be written in")
 
 
+def check_new_folder(path: Path | None, option: str) -> None:
+    """Raise ValueError as `check_output_folder` does, and if there are files in it."""
+    check_output_folder(path, option)
+    if path is not None and path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{option} {path} is not empty; give another folder")
+
+
 def check_plot(path: Path | None) -> None:
     """Raise ValueError if `--plot` cannot be drawn: a bad place or suffix, or no matplotlib."""
     if path is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import transformers
+from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from decode import Proposer, Target
@@ -21,6 +23,7 @@ from decode.requests.text import Tokenizer
 from draftless_commands.shared.command import at_least
 from heads import PRETRAINED
 from heads.checkpoint import read_target
+from heads.formats.written_checkpoint import OTHER_WEIGHTS
 from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.eagle import DEPTH, WIDTH
@@ -208,6 +211,18 @@ def load_model_only(options: ModelOptions) -> tuple[PreTrainedModel, Tokenizer]:
     """The model as it is, and its tokenizer. Raises ValueError if it cannot be loaded."""
     with _loading():
         return load_model(options.model, dtype=options.dtype, device=options.device, device_map=options.device_map)
+
+
+def fetch_checkpoint(name: str) -> Path:
+    """The folder of a checkpoint; one on the hub is fetched. Raises ValueError if there is none."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        with _loading():
+            return Path(snapshot_download(name, ignore_patterns=[f"*{ending}" for ending in OTHER_WEIGHTS]))
+    except (OSError, ValueError) as error:
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(f"{name} is no folder of a checkpoint; as a hub id: {reason}") from error
 
 
 def load_draft(options: ModelOptions, whole: bool = False) -> Target:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_layers
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from decode import Sampling, Target
 from decode.prefill import read_texts
@@ -25,60 +25,17 @@ from heads.formats import mtp
 from proposers import MtpProposer, load_draft_head, load_proposer
 from tests.support.drafting import texts
 from tests.support.models import tiny
+from tests.support.mtp_checkpoints import CHECKPOINTS, LAYOUTS, Change, make_checkpoint, nest, unchanged
 from training.data import Example
 from training.factory import make_head
 
-# The published names of the token's norm, the state's norm, the projection and the last norm, and of what surrounds
-# these and the layer's own tensors. {}: the number of the target's layers.
-LAYOUTS = {
-    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm", "model.layers.{}.", "model.layers.{}."),
-    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "mtp.", "mtp.layers.0."),
-    "mimo": (
-        *("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
-        *("model.mtp_layers.0.", "model.mtp_layers.0."),
-    ),
-}
-CHECKPOINTS = {
-    "deepseek_v3": "deepseek",
-    "glm4_moe": "deepseek",
-    "qwen3_next": "qwen",
-    "qwen3_5_text": "qwen",
-    "qwen3_5_moe_text": "qwen",
-    "qwen2": "mimo",
-}
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9, 10], [1, 2, 3], [4, 4, 20, 21, 22, 4, 4, 20]]
 TEXT = torch.tensor([[5, 9, 5, 9, 5, 7, 8]])
-Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
-
-
-def unchanged(tensors: dict[str, Tensor], config: dict[str, Any]) -> None: ...
-
-
-def write_checkpoint(kind: str, folder: Path, change: Change = unchanged) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A tiny model saved with an MTP module, whose layer is a copy of the model's last. Returns the module's parts."""
-    model: Any = tiny(kind)
-    layers, size = model.config.num_hidden_layers, model.config.hidden_size
-    model.save_pretrained(folder)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    *names, outer, inner = (name.format(layers) for name in LAYOUTS[CHECKPOINTS[kind]])
-    shapes = ([size], [size], [size, 2 * size], [size])
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5 for shape in shapes]
-    last = f"model.layers.{layers - 1}."
-    copied = {name.replace(last, inner): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
-    tensors |= copied | {f"{outer}{name}.weight": tensor for name, tensor in zip(names, drawn, strict=True)}
-    if CHECKPOINTS[kind] == "deepseek":  # copies of the target's matrices
-        given = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-        tensors |= {f"{outer}{own}.weight": tensors[f"{name}.weight"].clone() for own, name in given.items()}
-    config = json.loads((folder / "config.json").read_text())
-    change(tensors, config)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
-    return model, dict(zip(("enorm", "hnorm", "eh_proj", "norm"), drawn, strict=True))
 
 
 @cache
 def build_target(kind: str, folder: Path) -> Target:
-    write_checkpoint(kind, folder)
+    make_checkpoint(kind, folder)
     settings = {"dtype": torch.float64, "experts_implementation": "eager"}
     return Target(AutoModelForCausalLM.from_pretrained(folder, **settings).eval())
 
@@ -114,7 +71,7 @@ def compute(model: Any, parts: Mapping[str, Tensor], embedded: Tensor, states: T
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @torch.no_grad()
 def test_a_module_computes_what_the_targets_own_layer_does(kind: str, tmp_path: Path) -> None:
-    model, parts = write_checkpoint(kind, tmp_path)
+    model, parts = make_checkpoint(kind, tmp_path)
     head = load_head(tmp_path)
     assert head.config.states_first == (CHECKPOINTS[kind] == "mimo")
     assert head.config.normed_feedback == (CHECKPOINTS[kind] != "deepseek")
@@ -157,7 +114,7 @@ def test_the_module_of_the_targets_checkpoint_changes_no_text(kind: str, tempera
 
 
 def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> None:
-    write_checkpoint("qwen3_5_moe_text", tmp_path / "checkpoint")
+    make_checkpoint("qwen3_5_moe_text", tmp_path / "checkpoint")
     head = load_head(tmp_path / "checkpoint", torch.float32)
     save_head(head, tmp_path / "head")
     loaded = load_head(tmp_path / "head")
@@ -169,7 +126,7 @@ def test_a_module_is_saved_and_loaded_without_the_checkpoint(tmp_path: Path) -> 
 
 def test_the_kind_is_found_without_reading_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Converting experts takes minutes in a large checkpoint."""
-    write_checkpoint("qwen3_next", tmp_path)
+    make_checkpoint("qwen3_next", tmp_path)
     monkeypatch.setattr(mtp, "_convert", lambda *given: pytest.fail("the module was read"))
     assert checkpoint.find_kind(tmp_path) == "mtp"
 
@@ -228,7 +185,7 @@ def draft(proposer: Any, target: Target) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("embeddings", "output"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.03), (0.0, 0.0)])
 @torch.no_grad()
 def test_a_modules_own_matrices_are_used(kind: str, embeddings: float, output: float, tmp_path: Path) -> None:
-    model, parts = write_checkpoint(kind, tmp_path, give(kind, embeddings, output))
+    model, parts = make_checkpoint(kind, tmp_path, give(kind, embeddings, output))
     target = Target(model.eval())
     target.model.config.name_or_path = target.model.name_or_path = str(tmp_path)
     proposer: Any = load_proposer("mtp", target, nodes=9)
@@ -275,7 +232,7 @@ def tie(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [unchanged, pad, round_copies, quantize_all, tie])
 def test_copies_of_the_targets_matrices_are_not_kept(change: Change, tmp_path: Path) -> None:
-    write_checkpoint("deepseek_v3", tmp_path, change)
+    make_checkpoint("deepseek_v3", tmp_path, change)
     head = load_head(tmp_path)
     assert (head.config.embedding, head.config.output) == (False, "target")
     assert head.embed_tokens is None and not hasattr(head, "lm_head")
@@ -292,7 +249,7 @@ def test_a_file_of_the_module_alone_is_compared_with_the_target(
         give("deepseek_v3", added, added, change)(tensors, config)
         keep_module(tensors, config)
 
-    model, _ = write_checkpoint("deepseek_v3", tmp_path, all_changes)
+    model, _ = make_checkpoint("deepseek_v3", tmp_path, all_changes)
     apart = load_head(tmp_path)
     assert apart.config.embedding and apart.config.output == "shared"
     head: Any = load_draft_head(tmp_path, Target(model.to(dtype).eval()))
@@ -326,8 +283,8 @@ def test_a_module_apart_from_its_model_may_be_numbered_from_0(tmp_path: Path) ->
         keep_module(tensors, config)
         move(0)(tensors, config)
 
-    write_checkpoint("deepseek_v3", tmp_path / "whole")
-    write_checkpoint("deepseek_v3", tmp_path / "apart", change)
+    make_checkpoint("deepseek_v3", tmp_path / "whole")
+    make_checkpoint("deepseek_v3", tmp_path / "apart", change)
     whole, apart = (load_head(tmp_path / name).state_dict() for name in ("whole", "apart"))
     assert {*apart} - {*whole} == {"embed_tokens.weight", "lm_head.weight"}
     torch.testing.assert_close({name: apart[name] for name in whole}, whole, rtol=0, atol=0)
@@ -358,7 +315,7 @@ SCALE, SIDE = "mtp.layers.0.mlp.up_proj.weight_scale_inv", "mtp.layers.0.mlp.sid
     ],
 )
 def test_a_module_that_cannot_be_used_is_refused(kind: str, change: Change, message: str, tmp_path: Path) -> None:
-    write_checkpoint(kind, tmp_path, change)
+    make_checkpoint(kind, tmp_path, change)
     with pytest.raises(ValueError, match=message):
         load_head(tmp_path)
 
@@ -371,32 +328,21 @@ def test_the_first_of_several_modules_is_read(kind: str, tmp_path: Path) -> None
         other = inner.replace(f".{number}.", f".{number + 1}.")
         tensors |= {other + name.removeprefix(inner): 0 * tensors[name] for name in tensors if name.startswith(inner)}
 
-    write_checkpoint(kind, tmp_path / "two", repeat)
-    write_checkpoint(kind, tmp_path / "one")
+    make_checkpoint(kind, tmp_path / "two", repeat)
+    make_checkpoint(kind, tmp_path / "one")
     one, two = (load_head(tmp_path / name) for name in ("one", "two"))
     torch.testing.assert_close(two.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
-def nest(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """As a model that sees pictures, too."""
-    for name in list(tensors):
-        if name.startswith("model."):
-            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
-    tensors["model.visual.layers.2.fc.weight"] = torch.ones(2, 2)
-    inner = dict(config)
-    config.clear()
-    config |= {"model_type": "qwen3_5", "text_config": inner}
-
-
 def test_the_module_of_a_multimodal_checkpoint_is_read(tmp_path: Path) -> None:
-    write_checkpoint("qwen3_5_text", tmp_path / "text")
-    write_checkpoint("qwen3_5_text", tmp_path / "pictures", nest)
+    make_checkpoint("qwen3_5_text", tmp_path / "text")
+    make_checkpoint("qwen3_5_text", tmp_path / "pictures", nest)
     one, other = (load_head(tmp_path / name) for name in ("text", "pictures"))
     torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
 def test_the_module_of_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
-    write_checkpoint("qwen3_5_text", tmp_path)
+    make_checkpoint("qwen3_5_text", tmp_path)
     whole = load_head(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -422,7 +368,7 @@ def test_what_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
             tensors[each] = tensors[each].bfloat16()
         tensors[name] = torch.tensor([9.01, 9.02, 9.03, 9.04])
 
-    write_checkpoint("deepseek_v3", tmp_path / "checkpoint", halve)
+    make_checkpoint("deepseek_v3", tmp_path / "checkpoint", halve)
     head = load_head(tmp_path / "checkpoint")
     assert head.eh_proj.weight.dtype == torch.bfloat16
     save_head(head, tmp_path / "head", torch.bfloat16)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from decode import Target
 from draftless_commands import bench, calibrate, check, distill, generate, train
@@ -50,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def call(folder: Path, monkeypatch: pytest.MonkeyPatch, run_main: Call) -> Call:
     """Runs a command where no model can be loaded."""
     monkeypatch.chdir(folder)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a training in an earlier test
     for loader in ("Target.load", "load_model", "load_draft_model"):
         fail = lambda *given, **settings: pytest.fail("a model was loaded")  # noqa: E731
         monkeypatch.setattr(f"draftless_commands.shared.options.{loader}", fail)

@@ -19,10 +19,10 @@ from draftless_commands import reproduce
 from draftless_commands.benchmark.published import PUBLISHED
 from draftless_commands.benchmark.rows import estimate_tau
 from draftless_commands.reproduce import compare
-from tests.heads.test_mtp import nest, write_checkpoint
 from tests.support.commands import Call, write_rows
 from tests.support.drafting import LAYER, make_head
 from tests.support.models import VOCABULARY
+from tests.support.mtp_checkpoints import make_checkpoint, nest
 from tests.support.published_heads import (
     EAGLE,
     MEDUSA,
@@ -114,7 +114,7 @@ def folders(save_model: Callable[..., Path], tmp_path: Path) -> Callable[[str], 
         if name in MODULES:
             model = save_model()
             kind, change = MODULES[name]
-            write_checkpoint(kind, model, *([] if change is None else [change]))
+            make_checkpoint(kind, model, *([] if change is None else [change]))
             return model, None
         kind, head_kind, settings, file, named, config = FOLDERS[name]
         context = CONTEXT if PUBLISHED[name].chat_template is None else 4 * CONTEXT

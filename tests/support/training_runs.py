@@ -45,10 +45,10 @@ FIRST = 3  # smaller ids are special tokens
 
 
 @cache
-def train_predictable(layers: int = 1) -> PreTrainedModel:
-    """A tiny Llama trained to continue `walk`, in which each token has one successor."""
+def train_predictable(layers: int = 1, kind: str = "llama", **sizes: int) -> PreTrainedModel:
+    """A tiny model trained to continue `walk`, in which each token has one successor."""
     torch.manual_seed(0)
-    model = tiny("llama", dtype=torch.float32, num_hidden_layers=layers)
+    model = tiny(kind, dtype=torch.float32, num_hidden_layers=layers, **sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(200):
         starts = torch.randint(FIRST, VOCABULARY, (16,)).tolist()
