@@ -155,7 +155,7 @@ def test_a_lost_module_is_restored(place: Path, tuned: Path, tmp_path: Path, run
     refuse("--restore-mtp", place, "--model", place, "--out", tmp_path / "new", message="has an MTP module already")
     refuse("--restore-mtp", tuned, "--model", tuned, "--out", tmp_path / "new", message="tuned has no MTP module")
     refuse("--restore-mtp", place, "--model", tuned, message="needs --model, the fine-tuned checkpoint, and --out")
-    refuse("--restore-mtp", place, *options, "--serve", message="--serve, --card, --export and --push-to-hub are for a head")
+    refuse("--restore-mtp", place, *options, "--serve", message="--push-to-hub are for a head, not for")
     refuse("--restore-mtp", "a/b/c", *options[:2], "--out", tmp_path / "new", message="a/b/c is no folder of a")
     refuse(place, *options, message="--out is for --restore-mtp")
     refuse(place, "--restore-mtp", place, message="not allowed with argument")
