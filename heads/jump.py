@@ -10,7 +10,7 @@ Shapes: B rows, N tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from heads.formats.decoder_layer import read_layer
 from heads.layer_cache import Attend, attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
-from heads.vocabulary import HeadConfig, Output, VocabularyHead
+from heads.vocabulary import HeadConfig, VocabularyHead
 
 PLACE = 0.7  # of the layer, from the first to the last: as in the source
 RIDGE = 1e-2  # relative to the mean square of an input
@@ -33,11 +33,10 @@ class JumpConfig(HeadConfig):
 
     layer: LayerConfig
     features: tuple[int, ...]
-    _: KW_ONLY
-    embedding: bool = False  # its own token embeddings instead of the target's
-    output: Output = "target"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layer, LayerConfig):
+            raise TypeError("layer has no sizes")
         if len(self.features) != 2 or not 0 <= self.features[0] < self.features[1]:
             raise ValueError(f"features is {[*self.features]}; a jump head reads the states below and above a layer")
 
@@ -50,7 +49,7 @@ class JumpHead(VocabularyHead):
     config: JumpConfig
 
     def __init__(self, config: JumpConfig) -> None:
-        super().__init__(config, config.output)
+        super().__init__(config, "target")
         size, eps = config.hidden_size, config.layer.rms_norm_eps
         self.features = config.features
         self.enorm, self.hnorm, self.norm = (Norm(size, eps) for _ in range(3))
@@ -119,6 +118,8 @@ def copy_layer(layer: Any, config: Mapping[str, Any], below: Tensor, above: Tens
         sizes = read_layer({name: tensor.shape for name, tensor in tensors.items()}, "", config)
         own = DecoderLayer(below.shape[2], sizes).to(below)
         own.load_state_dict(tensors)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, RuntimeError, ValueError):  # it has other parts or shapes, or settings that ours has not
         return None
     found = own(below, torch.arange(below.shape[1], device=below.device)[None])
@@ -127,16 +128,15 @@ def copy_layer(layer: Any, config: Mapping[str, Any], below: Tensor, above: Tens
 
 
 def _read_tensors(layer: Any, like: Tensor) -> dict[str, Tensor]:
-    """The weights of a layer, by our names. Matrices are read by what they compute: packed ones show no values."""
+    """The weights of a layer, which may be packed, by our names."""
     tensors: dict[str, Tensor] = {}
     for part, names in zip(("self_attn", "mlp"), PARTS, strict=True):
         for name in names:
-            matrix = layer.get_submodule(f"{part}.{name}_proj")
-            units = torch.eye(matrix.weight.shape[1]).to(like)
-            bias = matrix(torch.zeros_like(units[:1]))
-            tensors[f"{part}.{name}_proj.weight"] = (matrix(units) - bias).T.contiguous()
-            if bool(bias.any()):
-                tensors[f"{part}.{name}_proj.bias"] = bias[0]
+            matrix: Any = layer.get_submodule(f"{part}.{name}_proj")
+            weight = matrix.dense_weight() if hasattr(matrix, "dense_weight") else matrix.weight
+            tensors[f"{part}.{name}_proj.weight"] = weight.detach().to(like)
+            if matrix.bias is not None:
+                tensors[f"{part}.{name}_proj.bias"] = matrix.bias.detach().to(like)
     for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
         if hasattr(layer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]):
             tensors[f"{name}.weight"] = layer.get_submodule(name).weight.detach().to(like)

@@ -99,7 +99,7 @@ class DFlash(Kind):
 
 class Jump(Kind):
     network, config = JumpHead, JumpConfig
-    options, copies_layer, trains_output = ("window",), True, False
+    options, copies_layer = ("window",), True
 
 
 class Mtp(Kind):

@@ -76,7 +76,7 @@ def reproduce(published: Published, args: Namespace) -> tuple[bool, str]:
         measured = {"published": asdict(published), "measured": {"tau": tau, "interval": interval}}
         files.write_report(args.json, measured | report)
         partial.unlink(missing_ok=True)
-    within, verdict = compare(published, tau)
+    within, verdict = compare(published, tau, interval)
     shown = f"measured tau: {tau:.2f} [{interval[0]:.2f}, {interval[1]:.2f}] (95 % interval, {published.name})"
     return within, "\n".join([format_tables(report["rows"]), "", shown, verdict])
 
@@ -92,12 +92,15 @@ def make_settings(published: Published, args: Namespace) -> Namespace:
     return Namespace(**vars(bench.make_parser().parse_args([])) | vars(args) | preset)
 
 
-def compare(published: Published, tau: float) -> tuple[bool, str]:
+def compare(published: Published, tau: float, interval: Sequence[float]) -> tuple[bool, str]:
     """Whether a measured tau is within the tolerance of the published one, and a line that tells."""
     if published.tau is None:
         return True, f"published tau: {NONE_FOUND}, so there is nothing to compare with"
     within = abs(tau - published.tau) <= published.tolerance * published.tau
     verdict = f"{'within' if within else 'not within'} the tolerance of {published.tolerance:.0%}"
+    ends = [abs(end - published.tau) <= published.tolerance * published.tau for end in interval]
+    if ends != [within] * 2:
+        verdict += ", but its interval is too wide to be sure: ask more questions"
     return within, f"published tau: {published.tau:.2f} ({published.source}): {verdict}"
 
 

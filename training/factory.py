@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode import Target
+from decode.devices.user_cache import print_notice
 from decode.models.cut_model import cut_model
 from decode.models.facts import find_context
 from decode.models.fingerprint import fingerprint_vocabulary
@@ -27,7 +29,7 @@ from training.objectives import DECAY, OBJECTIVES, Decay, Objective
 from training.teacher import Teacher
 
 NORM_EXAMPLES = 8  # from which a new head's norm takes the size of features
-FITTED_EXAMPLES = 64  # on which the linear maps of a new jump head are fitted
+FITTED_TOKENS = 16_384  # on which the linear maps of a new jump head are fitted
 
 
 def make_head(
@@ -211,12 +213,15 @@ class _SeenLayer(NamedTuple):
 @torch.no_grad()
 def _see_layer(target: Target, examples: Sequence[Example]) -> _SeenLayer:
     size, states = target.config.hidden_size, choose_jump(target.config.num_hidden_layers)
-    chosen, teacher = examples[:FITTED_EXAMPLES], Teacher(target, (*states, -1))
-    targets = [one for begin in range(0, len(chosen), 8) for one in teacher.compute(chosen[begin : begin + 8])]
+    sums = accumulate(len(each.tokens) for each in examples)
+    chosen = [each for each, total in zip(examples, sums, strict=True) if total <= FITTED_TOKENS] or examples[:1]
+    teacher = Teacher(target, (*states, -1))
+    targets = [one for begin in range(0, len(chosen), 4) for one in teacher.compute(chosen[begin : begin + 4])]
     layer = find_decoder(target.model)[1][states[0]]
-    below, above, _ = targets[0].features[None].split(size, dim=2)
+    longest = max((one.features for one in targets), key=len)
+    below, above, _ = longest[None].split(size, dim=2)
     embed = target.model.get_input_embeddings()
-    tokens = (torch.tensor(each.tokens[1:], device=target.device) for each in chosen)
+    tokens = (torch.tensor(each.tokens[1:], dtype=torch.long, device=target.device) for each in chosen)
     before, own = (torch.cat([one.features[part] for one in targets]) for part in (slice(None, -1), slice(1, None)))
     return _SeenLayer(
         copy_layer(layer, target.config.to_dict(), below, above),
@@ -228,6 +233,8 @@ def _see_layer(target: Target, examples: Sequence[Example]) -> _SeenLayer:
 
 def _begin_as_layer(head: JumpHead, seen: _SeenLayer) -> None:
     """Start a jump head as the target's layer, if that has a copy, between linear maps."""
-    if seen.copy is not None:
+    if seen.copy is None:
+        print_notice("the layer of this jump head is new, because the target's computes something else than Llama's")
+    else:
         head.layer.load_state_dict({name: tensor.float().cpu() for name, tensor in seen.copy.tensors.items()})
     head.fit(seen.embedded, seen.features, seen.last)

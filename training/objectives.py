@@ -212,6 +212,7 @@ class EagleObjective(Objective):
     """
 
     options: ClassVar[tuple[str, ...]] = ("ttt_steps", "noise")
+    text_steps: ClassVar[int] = 1  # drafting steps that a pass over whole texts makes from all their tokens
 
     def __init__(
         self,
@@ -231,18 +232,24 @@ class EagleObjective(Objective):
         columns, chosen = gather_anchors(batch.answers)
         rows = torch.arange(len(columns), device=columns.device)[:, None]
         tokens, answers = (nn.functional.pad(part, (0, self.steps + 1)) for part in (batch.tokens, batch.answers))
-        width = batch.tokens.shape[1]
         context = UnrolledContext(columns, self.head.window)
-        positions = torch.arange(width, device=columns.device)[None]
-        fused = self.head.fuse(self._add_noise(batch.features))
-        states = self.head(self.embed(tokens[:, 1 : width + 1]), fused, positions, context.attend)[rows, columns]
+        positions = torch.arange(batch.tokens.shape[1], device=columns.device)[None]
+        states = self.read_texts(batch._replace(tokens=tokens), positions, context)[rows, columns]
         for step in range(self.steps):
-            if step:
+            if step >= self.text_steps:
                 columns, chosen, states = self.begin_step(context, chosen, states)
                 embedded, states = self.find_input(tokens[rows, columns + 1 + step], states)
-                states = self.head(embedded, states, columns + step, context.attend)
+                states = self.head(embedded, states, columns + 1 + step - self.text_steps, context.attend)
             chosen = chosen & answers[rows, columns + 1 + step]
             yield states[chosen], rows.expand_as(columns)[chosen], columns[chosen] + 1 + step
+
+    def read_texts(self, batch: Batch, positions: Tensor, context: UnrolledContext) -> Tensor:
+        """The states [B, T, H] that drafts begin with, at positions [1, T] of whole texts. Here these are the states of
+        the first drafting step. The tokens are padded by more than one."""
+        following = batch.tokens[:, 1 : positions.shape[1] + 1]
+        fused = self.head.fuse(self._add_noise(batch.features))
+        states: Tensor = self.head(self.embed(following), fused, positions, context.attend)
+        return states
 
     def begin_step(self, context: UnrolledContext, chosen: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The anchors' columns [B, A], which of them count, and their states [B, A, H], for one more drafting step."""
@@ -286,21 +293,12 @@ class JumpObjective(EagleObjective):
     The squared distance between states and the target's, relative to the target's, is added to the token loss.
     """
 
-    options = ("ttt_steps",)
+    options, text_steps = ("ttt_steps",), 0
 
-    def draft(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        columns, chosen = gather_anchors(batch.answers)
-        rows = torch.arange(len(columns), device=columns.device)[:, None]
-        tokens, answers = (nn.functional.pad(part, (0, self.steps + 1)) for part in (batch.tokens, batch.answers))
-        positions = torch.arange(batch.tokens.shape[1], device=columns.device)[None]
-        context = UnrolledContext(columns, self.head.window)
+    def read_texts(self, batch: Batch, positions: Tensor, context: UnrolledContext) -> Tensor:
         context.add_text(*self.head.read(batch.features, positions))
-        states = self.head.above(batch.features[rows, columns])
-        for step in range(self.steps):
-            place = columns + 1 + step
-            states = self.head(self.embed(tokens[rows, place]), states, place, context.attend)
-            chosen = chosen & answers[rows, place]
-            yield states[chosen], rows.expand_as(columns)[chosen], place[chosen]
+        states: Tensor = self.head.above(batch.features)
+        return states
 
     def feature_loss(self, batch: Batch, states: Tensor, row: Tensor, column: Tensor) -> Tensor:
         wanted = self.head.above(batch.features[row, column]).float()

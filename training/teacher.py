@@ -76,7 +76,7 @@ def run_target(target: Target, layers: Sequence[int], tokens: Tensor, answers: T
     finally:
         hook.remove()
     nothing = torch.empty(*tokens.shape, 0, dtype=target.dtype, device=tokens.device)
-    return torch.cat([nothing, *(captured[layer] for layer in layers)], dim=-1), logits
+    return torch.cat([nothing, *(captured[layer].to(tokens.device) for layer in layers)], dim=-1), logits
 
 
 def collate(examples: Sequence[Example], targets: Sequence[Targets]) -> Batch:

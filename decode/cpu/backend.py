@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache
 from math import prod
 from pathlib import Path
-from platform import machine
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.compiled_module import Compiled, compile_module
 from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
-from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, pack_layers
+from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, has_bfloat16_products, pack_layers
 from decode.cpu.quantized_weights import round_layers, store_quantized_layers
 from decode.devices.backend import Backend
 from decode.devices.user_cache import print_notice_once
@@ -68,11 +67,7 @@ class CpuBackend(Backend):
 
     @property
     def is_fast_in_bfloat16(self) -> bool:
-        """On older CPUs with AVX-512, oneDNN only emulates them."""
-        if not torch.backends.mkldnn.is_available():
-            return False
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported() and (native or machine() not in ("x86_64", "AMD64"))
+        return has_bfloat16_products()
 
     @property
     def takes_blocks(self) -> bool:  # type: ignore[override]

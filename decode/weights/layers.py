@@ -159,6 +159,17 @@ class MergedPart(nn.Module):
     @property
     def weight(self) -> Tensor:
         """As that of the whole layer."""
-        whole: Any = self.merged.layer.weight
+        return self._take(self.merged.layer.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.merged.layer.bias is None else self._take(self.merged.layer.bias)
+
+    def dense_weight(self) -> Tensor:
+        """The weight [N, K]."""
+        whole: Any = self.merged.layer
+        return self._take(whole.dense_weight() if isinstance(whole, PackedLayer) else whole.weight)
+
+    def _take(self, whole: Any) -> Tensor:
         part: Tensor = whole.split(self.merged.sizes)[self.index]
         return part

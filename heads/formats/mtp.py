@@ -70,7 +70,7 @@ def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict, sizes: TargetSiz
 
     Raises ValueError if tensors are missing or unknown, or if transformers has no such model.
     """
-    target = read_target(config)
+    target = read_text_config(config)
     names = _find_names(tensors, target.num_hidden_layers)
     parts = {ours: tensors[full] for ours, full in names.parts.items()}
     for ours, taken in names.matrices.items():
@@ -98,7 +98,7 @@ def write_mtp(
     module: the checkpoint's tensors of its modules; config: its config. others: the target's tensors, of which the
     module can have copies. Raises ValueError if the head has not the module's form.
     """
-    names, states = _find_names(module, read_target(config).num_hidden_layers), head.state_dict()
+    names, states = _find_names(module, read_text_config(config).num_hidden_layers), head.state_dict()
     if (head.config.normed_feedback, head.config.states_first) != (names.normed_feedback, names.states_first):
         raise ValueError("the head has the form of another family's module; train from the checkpoint's own")
     values = {full: states[ours] for ours, full in names.parts.items()}
@@ -221,7 +221,7 @@ def _refuse_quantized(tensors: Mapping[str, Tensor], names: Iterable[str]) -> No
         raise ValueError(f"its MTP module is quantized ({quantized[0]}), which is not supported")
 
 
-def read_target(config: ConfigDict) -> PreTrainedConfig:
+def read_text_config(config: ConfigDict) -> PreTrainedConfig:
     """The text config of the target. Raises ValueError if transformers does not know it."""
     kind = SAME_LAYERS.get(config.get("model_type", ""), config.get("model_type"))
     try:

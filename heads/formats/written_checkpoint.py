@@ -17,7 +17,7 @@ from torch import Tensor
 
 from heads.atomic_write import create_folder
 from heads.formats.layout import ConfigDict, TargetSizes, list_names, section
-from heads.formats.mtp import NUMBERED, read_mtp, read_target, select_modules, write_mtp
+from heads.formats.mtp import NUMBERED, read_mtp, read_text_config, select_modules, write_mtp
 from heads.formats.weight_files import CONFIG, INDEX, WEIGHTS, find_weights, read_json, read_weight_file
 from heads.mtp import MtpHead
 
@@ -60,7 +60,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if not (folder / CONFIG).is_file():
             raise ValueError(f"it holds no {CONFIG}")
         config = read_json(folder / CONFIG)
-        if any("quantization_config" in each for each in (config, _find_text(config))):
+        if any(each.get("quantization_config") for each in (config, _find_text(config))):
             raise ValueError("it is quantized, which is not supported; take the one that is not")
         return Checkpoint(folder, config, {path.name: read_weight_file(path) for path in paths})
     except ValueError as error:
@@ -93,14 +93,16 @@ def compose_modules(model: Checkpoint, base: Checkpoint, head: MtpHead | None = 
     except ValueError as error:
         raise ValueError(f"the MTP module of {base.folder} does not fit {model.folder}: {error}") from error
     for name, state in () if head is None else head.state_dict().items():  # conversions are transformers' own
-        if name in found and not torch.allclose(found[name], state.to(found[name]), rtol=0.02, atol=1e-3):
+        read = found.get(name, None if name.startswith("block.") else state)
+        alike = read is not None and read.shape == state.shape
+        if read is None or not alike or not torch.allclose(read, state.to(read), rtol=0.02, atol=1e-3):
             raise ValueError(f"{name} of the MTP module would be read as another tensor: its model is not supported")
     return modules
 
 
 def _check_model(model: Checkpoint, base: Checkpoint) -> None:
     """Raise ValueError if a checkpoint is of another model, or if its modules' names do not fit in."""
-    ours, theirs = read_target(model.config), read_target(base.config)
+    ours, theirs = read_text_config(model.config), read_text_config(base.config)
     for name in SAME:
         if (own := getattr(ours, name)) != (other := getattr(theirs, name)):
             raise ValueError(f"{name} is {other} there and {own} here")

@@ -16,6 +16,7 @@ from heads.kinds import KINDS
 from training.data import Dataset
 
 RECORD = "training.json"
+FIELDS = "command", "data", "examples", "answer_tokens", "held_out_prompts", "continued"
 # Where and how it was run, and not what was trained.
 LEFT_OUT = {"resume", "changed_model", "plan", "plot", "device", "cache", "cache_gib"}
 
@@ -34,8 +35,9 @@ def write_record(options: TrainOptions, dataset: Dataset) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record in a head's folder; empty if it has none. Raises ValueError if it is damaged."""
-    return read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    """The record in a head's folder; empty if it has none of ours. Raises ValueError if it is damaged."""
+    record = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    return record if {*FIELDS} <= record.keys() else {}
 
 
 def format_command(options: TrainOptions) -> str:

@@ -136,7 +136,7 @@ def find_model(folder: Path) -> str | None:
     pairs = [
         (getattr(trained, size), getattr(default, size)) for size in ("hidden_size", "vocab_size", "target_layers")
     ]
-    if any(own not in (None, of_default) for own, of_default in pairs):
+    if trained.target_weights is not None or any(own not in (None, of_default) for own, of_default in pairs):
         raise ValueError(f"the head in {folder} does not name the model that it was trained for; give --model")
     return None
 

@@ -63,6 +63,7 @@ def test_a_packed_layer_computes_the_same_as_the_dense_one(
 def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch, bias: bool, dtype: torch.dtype) -> None:
     """In parts. Few rows, and all of them afterwards, have the op's bits."""
     monkeypatch.setattr(packed_linear, "UNPACKED", 512 * 40)
+    monkeypatch.setattr(packed_linear, "has_bfloat16_products", lambda: True)
     torch.manual_seed(0)
     linear = nn.Linear(512, 96, bias=bias, dtype=dtype)
     packed, inputs = pack_linear(linear), torch.randn(2, 200, 512, dtype=dtype)
