@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,8 +26,8 @@ def read_around(target: Target, number: int) -> tuple[Tensor, Tensor]:
     return captured[number], captured[number + 1]
 
 
-def copy_middle(name: str, accelerate: str = "off", **settings: Any) -> tuple[LayerCopy | None, Target]:
-    target = Target(tiny(name, num_hidden_layers=LAYERS, **settings), accelerate=accelerate)
+def copy_middle(name: str) -> tuple[LayerCopy | None, Target]:
+    target = Target(tiny(name, num_hidden_layers=LAYERS), accelerate="off")
     layer = find_decoder(target.model)[1][1]
     return copy_layer(layer, target.config.to_dict(), *read_around(target, 1)), target
 
@@ -45,12 +43,18 @@ def test_a_layer_is_copied_if_ours_computes_the_same(name: str) -> None:
             torch.testing.assert_close(copy.tensors[name], tensor)
 
 
-def test_a_layer_of_a_target_with_packed_weights_is_copied() -> None:
-    copy, _ = copy_middle("llama", "packed", dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_a_target_with_packed_weights_is_copied(dtype: torch.dtype) -> None:
+    """Also next to biases that are much larger than they are."""
+    model = tiny("qwen2", num_hidden_layers=LAYERS, dtype=dtype)
+    own = {name: tensor.clone() for name, tensor in find_decoder(model)[1][1].state_dict().items()}
+    for name, tensor in find_decoder(model)[1][1].named_parameters():
+        if name.endswith("k_proj.bias"):
+            own[name] = tensor.data.mul_(64).clone()
+    target = Target(model, accelerate="packed")
+    copy = copy_layer(find_decoder(target.model)[1][1], target.config.to_dict(), *read_around(target, 1))
     assert copy is not None
-    layer = find_decoder(tiny("llama", num_hidden_layers=LAYERS, dtype=torch.float32))[1][1]
-    for name, tensor in layer.state_dict().items():
-        torch.testing.assert_close(copy.tensors[name], tensor)
+    torch.testing.assert_close(copy.tensors, own, rtol=0, atol=0)
 
 
 def test_rotary_positions_of_another_base_are_noticed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 
 from decode import Target
 from draftless_commands import bench, calibrate, check, generate, serve
+from draftless_commands.shared import options
 from draftless_commands.shared.options import DEFAULT_MODEL, ModelOptions, find_model
 from heads import PRETRAINED
-from heads.checkpoint import save_head
+from heads.checkpoint import read_target, save_head
 from proposers import AnswerStore, MergedProposer, NGramProposer
 from proposers.calibration import FILE, load_calibration
 from tests.support.commands import Call, Run, write_rows
@@ -200,5 +202,9 @@ def test_which_model_a_head_is_for(folder: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "named" / "adapter").mkdir()
     (tmp_path / "named" / "adapter" / "adapter_config.json").write_text("{}")
     assert find_model(tmp_path / "named") == str(tmp_path / "named" / "adapter")  # of Medusa-2
+    unnamed = replace(read_target(PRETRAINED / "medusa"), target_name=None, target_weights="of a fine-tuned copy")
+    monkeypatch.setattr(options, "read_target", lambda place: unnamed if place == tmp_path else read_target(place))
+    with pytest.raises(ValueError, match="does not name the model that it was trained for; give --model"):
+        find_model(tmp_path)
     names = [ModelOptions(model).public_name for model in (None, "org/model", "target", str(folder / "target"))]
     assert names == [DEFAULT_MODEL, "org/model", None, None]
