@@ -29,7 +29,7 @@ COMMANDS = {
     "distill": "write a model's own answers to prompts, to train a head on",
     "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head, or a draft model",
     "calibrate": "measure how often a head's or draft model's tokens are accepted",
-    "reproduce": "measure a published head's tau, and compare it with the published one",
+    "reproduce": "compare a published head's tau with the published one",
     "check": "find out whether vLLM and SGLang serve a head as it was trained",
 }
 USAGE = """\

@@ -180,6 +180,7 @@ def test_a_head_names_its_model(
     load = script.load_target
     monkeypatch.setattr(script, "load_target", lambda options: loaded.append(options.model) or load(options))
     monkeypatch.setattr(serve, "run", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is asked five times
     assert call(script, *arguments, "named").status == 0 and loaded == ["target"]
     call(script, *arguments, "lost").refused("cannot load a model from 'no/such-model'", "give --model if it is")
     call(script, *arguments, "unnamed").refused("the head in unnamed does not name the model that it was trained for")
