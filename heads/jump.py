@@ -1,9 +1,9 @@
-"""Jump heads: a copy of one of the target's middle layers, which drafts from an estimate of its next input.
+"""Jump heads: a copy of one of the target's middle layers, between two linear maps.
 
-After the cross-layer drafting of economize ("tskip", 2026, Apache-2.0): the state above the layer and the embedding of
-the next token give the state that the next token will have below the layer; the layer makes of it the state above, for
-the next step; a linear map skips the layers that are left. Its layer attends to the text by the target's own states
-below. There are no other features to read, and a new head is as good as linear maps are.
+After the cross-layer drafting of economize ("tskip", 2026, Apache-2.0). A linear map estimates the next token's state
+below the layer, from the last token's state above it and the next token's embedding. The layer makes the state above of
+it, which the next level begins with. Another linear map takes this state to the output matrix, in place of the layers
+that are left. The layer attends to the text by the target's own states below it.
 Shapes: B rows, N tokens, H hidden size.
 """
 
