@@ -49,7 +49,7 @@ test-transformers:
 		REQUIREMENTS='-e ".[dev]" $(if $(filter newest,$(VERSION)),,transformers==$(VERSION:oldest=$(OLDEST)))'
 
 EDGES := tests/decode/hf $(addprefix tests/decode/models/test_,architectures.py compatibility.py default_model.py \
-	loading.py transformers_versions.py) tests/heads/test_mtp.py tests/test_docs.py
+	loading.py transformers_versions.py) $(addprefix tests/heads/test_,jump.py mtp.py written_checkpoint.py) tests/test_docs.py
 test-edges: $(STAMP)
 	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
 	[ "$$found" != "$(TRANSFORMERS_PIN)" ] || pinned=", the pinned one, with the newest of all other packages"; \

@@ -20,6 +20,7 @@ from proposers.fast_heads import FastPass, pad_tokens
 from proposers.feature_history import READ_AT_ONCE, FeaturePart, expand_last, pick_last
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
+from proposers.search import Drafter
 from proposers.tree_proposer import Inputs
 
 DEPTH, WIDTH = 6, 10  # of EAGLE-2
@@ -96,7 +97,7 @@ class EagleProposer(HeadProposer):
         held = self._history.cache.held
         return None if held is None else held[0]
 
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Any:
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         cache, states = self._history.cache, inputs.get("states")
         if states is None:
             cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
@@ -125,7 +126,7 @@ class JumpProposer(EagleProposer):
         self.hold_along(cache, begin, end)
         return {"states": self.head.above(features[0, begin:end])}
 
-    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> EagleDrafter:
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         drafter, roots = super().start_drafter(inputs, target), inputs["roots"][:, None]
         drafter.extend(torch.zeros_like(roots), roots)
         return drafter

@@ -93,10 +93,10 @@ def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict, sizes: TargetSiz
 def write_mtp(
     head: Any, module: Mapping[str, Tensor], config: ConfigDict, others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's first module with a head's values, in the names, dtypes and shapes that they have.
+    """The tensors of a checkpoint's first module with a head's values, by their names and in their dtypes and shapes.
 
-    module: the checkpoint's tensors of its modules; config: its config. others: the target's tensors, of which the
-    module can have copies. Raises ValueError if the head has not the module's form.
+    module: the tensors of all modules in the checkpoint. config: the checkpoint's. others: the target's own tensors,
+    because a module can have copies of them. Raises ValueError if the head does not have the module's form.
     """
     names, states = _find_names(module, read_text_config(config).num_hidden_layers), head.state_dict()
     if (head.config.normed_feedback, head.config.states_first) != (names.normed_feedback, names.states_first):

@@ -25,7 +25,7 @@ def chain(tokens: int) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """A head on a hub, its target, and one published measurement; all of them are greedy, with one question at a time.
+    """A head on a hub, its target, and one published measurement.
 
     model, head: hub ids; None is the module in the model's own checkpoint. method: the proposer's name and options.
     questions: what was asked. tau: the published one, or None if none was found. source: its address, or where the

@@ -131,7 +131,7 @@ class Written:
         return self._adjust(self.head.logits(states, level), level)
 
     def read_jump(self, tokens: Sequence[int]) -> Tensor:
-        """A jump head's state [H] after draft tokens, each of which sees the whole text and those before it."""
+        """The state [H] of a jump head after draft tokens. Each sees the whole text and the draft tokens before it."""
         head, count = self.head, self.true.shape[1]
         text = head.read(self.true, torch.arange(count)[None])
 
@@ -409,7 +409,7 @@ def test_prepared_heads_have_weights_of_8_bits(kind: str) -> None:
     # Where another draft token is accepted, the next texts differ, and the depth that other rows have room for.
     both = drafted.keys() & stock.keys()
     shared = [text for text in both if {*map(len, drafted[text])} == {*map(len, stock[text])}]
-    assert len(shared) > len(stock) / 2
+    assert len(shared) > len(stock) / 2 if kind == "jump" else len(shared) == len(stock) == len(drafted)
     for text in shared:
         assert sum(drafted[text].values()) == pytest.approx(sum(stock[text].values()), rel=0.05)
 

@@ -100,7 +100,7 @@ def place(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
 def test_a_head_is_trained_calibrated_and_checked(
     place: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
