@@ -21,7 +21,7 @@ from torch import distributed
 from tqdm import tqdm
 
 from decode.devices.cost_curve import CostCurve, StepTimes
-from decode.devices.user_cache import PARTIAL, environment, scratch, user_cache
+from decode.devices.user_cache import PARTIAL, environment, print_notice_once, scratch, user_cache
 from decode.models.facts import has_hooks
 from decode.models.stock_model import StockModel
 from decode.session import Session
@@ -29,9 +29,11 @@ from decode.trees.tree import Tree
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CONTEXTS = (256, 4096)  # committed tokens while measuring
-STEP = 64  # contexts between these are rounded up to its multiples
+STEP = 64  # other contexts are rounded up to its multiples
 MAX_CACHED = 1 << 16  # committed tokens of all rows together while measuring: their keys and values take gigabytes
 MAX_COST = 4.0  # larger sizes than the first above this cost are not timed: few trees gain that much
+SATURATION = 0.9  # unless nodes get cheaper: of the average node's time, what one more takes there at most
+DEAR_NODES, DEAR = 4, 2.5  # a pass over so many nodes at such a cost is worth a notice
 ROUNDS, PATIENCE = 5, 2.0  # passes of each size; seconds after which no further round begins
 WARM = 3  # passes of a size up to the first one that counts
 PACKAGE = Path(__file__).parent
@@ -69,12 +71,12 @@ class Costs:
         """The curve of so many rows after `context` tokens.
 
         Where a pass is flat, the curve of a batch follows from that of one row. Else numbers of rows are rounded up to
-        powers of four. Contexts are rounded up to multiples of `STEP`. Between the measured contexts the seconds are
-        linear, beyond them constant.
+        powers of four. Contexts are rounded up to multiples of `STEP`. Seconds are linear in the context, and constant
+        below the first that is measured.
         """
         if self.fixed:
             return self._find_fixed(target, rows)
-        context = min(-(-max(context, 1) // STEP) * STEP, measured_contexts(target, 1)[-1])
+        context = -(-max(context, 1) // STEP) * STEP
         if target.passes_flat and rows > 1:
             if (rows, context) not in self._derived:
                 single = self.find(target, 1, context)
@@ -82,7 +84,7 @@ class Costs:
             return self._derived[rows, context]
         rows = measured_batches(rows)[-1]
         contexts = measured_contexts(target, rows)
-        context = min(max(context, contexts[0]), contexts[-1])
+        context = max(context, contexts[0]) if len(contexts) > 1 else contexts[0]
         if (rows, context) not in self._measured:
             if context in contexts:
                 found = self._measure(target, rows, context)
@@ -130,6 +132,9 @@ class Costs:
                     raise
             else:
                 save_curve(file, curve)
+        if curve is not None and curve(DEAR_NODES) > DEAR and rows == 1 and context == CONTEXTS[0]:
+            times = f"a pass over {DEAR_NODES} tokens takes {curve(DEAR_NODES):.1f} times as long as over one"
+            print_notice_once("dear nodes", f"{times} with this model here: short drafts cannot pay, longer ones may")
         return curve or self.find(target, rows if context > CONTEXTS[0] else rows // 4, CONTEXTS[0])
 
 
@@ -154,6 +159,18 @@ def measured_contexts(target: StockModel, batch: int) -> list[int]:
     return [CONTEXTS[0], *(context for context in CONTEXTS[1:] if context <= longest)]
 
 
+def is_worth_timing(times: Sequence[float]) -> bool:
+    """Whether to time a larger size than the last one.
+
+    Nodes of a mixture of experts are dear at first, because each reads experts of its own. They get cheaper when most
+    experts are read: there a large tree can pay where a small one cannot.
+    """
+    if times[-1] <= MAX_COST * times[0]:
+        return True
+    (size, more), added = SIZES[len(times) - 2 : len(times)], times[-1] - times[-2]
+    return added / (more - size) < SATURATION * (times[-1] - times[0]) / (more - 1)
+
+
 @torch.inference_mode()  # as in the loop
 def measure_cost_curve(session: Session, context: int) -> CostCurve:
     """The cost curve of an empty session's batch size after `context` committed tokens, or as many as the model has
@@ -164,7 +181,7 @@ def measure_cost_curve(session: Session, context: int) -> CostCurve:
     fill(session, min(context, session.target.context - 1))
     trees = [random_chain(size, len(session.lengths), session.target) for size in SIZES]
     times: list[float] = []
-    while len(times) < len(trees) and (not times or times[-1] <= MAX_COST * times[0]):
+    while len(times) < len(trees) and (not times or is_worth_timing(times)):
         try:
             # The first passes of a shape are slow. With CUDA graphs, the second one captures it.
             times.append([time_pass(session, trees[len(times)]) for _ in range(WARM)][-1])

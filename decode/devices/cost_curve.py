@@ -44,10 +44,13 @@ class CostCurve:
         return _PaddedCurve(self.sizes, self.seconds)
 
     def blend(self, other: CostCurve, share: float) -> CostCurve:
-        """The curve between this one (share 0) and another (share 1), linear in seconds."""
+        """The curve between this one (share 0) and another (share 1), or beyond it; linear in seconds.
+
+        The other one's passes take no less time: they read more.
+        """
         sizes = max(self.sizes, other.sizes, key=len)
         pairs = [(self.seconds[0] * self(size), other.seconds[0] * other(size)) for size in sizes]
-        return CostCurve(sizes, [first + share * (second - first) for first, second in pairs])
+        return CostCurve(sizes, [first + share * max(second - first, 0.0) for first, second in pairs])
 
 
 class _PaddedCurve(CostCurve):

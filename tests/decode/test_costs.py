@@ -13,6 +13,7 @@ import torch
 from decode import Target, Tree, costs, generate
 from decode.costs import SIZES, for_batch, measure_cost_curve, measured_batches
 from decode.cuda.backend import CudaBackend
+from decode.devices import user_cache
 from decode.devices.cost_curve import CostCurve
 from decode.session import Session
 from proposers import MedusaProposer
@@ -72,6 +73,7 @@ def test_curves_blend_linearly_in_seconds() -> None:
     middle = short.blend(long, 0.25)
     assert middle.sizes == (1, 2, 4) and middle.seconds == (3.0, 5.0, 8.5)  # the first goes on to 8 seconds at 4
     assert short.blend(long, 1.0).seconds == long.seconds
+    assert short.blend(long, 2.0).seconds == (10.0, 12.0, 12.0)  # of 10, 12 and 12: at 4 the first one is as slow
 
 
 @pytest.mark.parametrize(("rise", "largest"), [(0.01, 64), (0.5, 8)])
@@ -95,6 +97,29 @@ def test_cost_is_measured_on_warm_kernels(
     assert max(passes) == largest and passes.count(1) == costs.WARM - 1 + costs.ROUNDS
 
 
+def test_sizes_are_timed_as_far_as_nodes_get_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass over n tokens of a mixture reads the experts of all of them, until it reads nearly all experts."""
+    experts, chosen = 64, 8
+
+    def time(session: Session, tree: Tree) -> float:
+        return 1 + experts * (1 - (1 - chosen / experts) ** tree.width)
+
+    monkeypatch.setattr(costs, "time_pass", time)
+    curve = measure_cost_curve(Target(tiny("llama", max_position_embeddings=512)).open(1), 256)
+    assert curve.sizes == costs.SIZES and curve(4) > 2.9 and curve(64) < 7.3
+
+
+def test_dear_nodes_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(user_cache, "_TOLD", set())
+    for rise in (0.4, 0.9):
+        monkeypatch.setattr(costs, "measure_cost_curve", lambda *_, rise=rise: CostCurve((1, 2), (1.0, 1.0 + rise)))
+        target = Target(tiny("llama", num_hidden_layers=1 if rise == 0.4 else 2))
+        target.warm_up()
+        target.warm_up()
+        told = capsys.readouterr().err
+        assert told.count("a pass over 4 tokens takes 3.7 times as long as over one") == (rise == 0.9)
+
+
 def test_a_batch_measures_few_curves(measured: Measured) -> None:
     assert [measured_batches(batch)[-1] for batch in (1, 2, 4, 5, 16, 17, 64, 65)] == [1, 4, 4, 16, 16, 64, 64, 256]
     Target(tiny("llama")).warm_up(8)
@@ -105,7 +130,7 @@ def test_a_batch_measures_few_curves(measured: Measured) -> None:
     assert measured == [(rows, context) for rows in (1, 4, 16) for context in (256, 4096)]
     target.warm_up(64)
     assert measured[6:] == [(64, 256)]  # 64 rows of 4096 tokens would take too much memory
-    assert target.cost_curve(64, 5000) is target.cost_curve(17)
+    assert target.cost_curve(64, 5000) is target.cost_curve(17)  # one context alone is measured
 
 
 def test_contexts_between_the_measured_ones_have_seconds_between_theirs(measured: Measured) -> None:
@@ -113,7 +138,8 @@ def test_contexts_between_the_measured_ones_have_seconds_between_theirs(measured
     short, long = target.cost_curve(2), target.cost_curve(4, 4096)
     assert (short.seconds[0], long.seconds[0]) == (260, 4100) and measured == [(4, 256), (4, 4096)]
     assert target.cost_curve(3, 1) is target.cost_curve(3, 256) is short
-    assert target.cost_curve(3, 4040) is target.cost_curve(3, 100_000) is long
+    assert target.cost_curve(3, 4040) is long
+    assert target.cost_curve(3, 8000).seconds == pytest.approx([8000 + 4 * size for size in SIZES[:4]])
     middle = target.cost_curve(4, 2241)
     assert middle is target.cost_curve(3, 2304) and middle is not target.cost_curve(4, 2305)
     assert middle.seconds == pytest.approx([2304 + 4 * size for size in SIZES[:4]])
