@@ -114,8 +114,10 @@ def copy_layer(layer: Any, config: Mapping[str, Any], below: Tensor, above: Tens
     config: of its model. below, above: the states [1, N, H] of a text before and after it.
     """
     try:
-        tensors = _read_tensors(layer, below)
-        sizes = read_layer({name: tensor.shape for name, tensor in tensors.items()}, "", config)
+        tensors, window = _read_tensors(layer, below), getattr(layer.self_attn, "sliding_window", None)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        sizes = replace(read_layer(shapes, "", {**config, "layer_types": None}), window=window)
+        below, above = below[:, :window], above[:, :window]  # these tokens see all before them
         own = DecoderLayer(below.shape[2], sizes).to(below)
         own.load_state_dict(tensors)
     except torch.OutOfMemoryError:

@@ -64,7 +64,7 @@ def make_head(
     seen = _see_layer(target, examples) if facts.copies_layer else None
     own_layer = seen.copy.config if seen and seen.copy else _layer_config(target)
     found: dict[str, Callable[[], Any]] = {
-        "layer": lambda: replace(own_layer, window=window, **facts.layer),
+        "layer": lambda: replace(own_layer, window=window or own_layer.window, **facts.layer),
         "max_position_embeddings": lambda: getattr(model_config, "max_position_embeddings", None),
         "features": lambda: choose_jump(layers) if seen else choose_features(layers),
         "block": lambda: describe_block(model_config),

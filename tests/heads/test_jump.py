@@ -43,6 +43,24 @@ def test_a_layer_is_copied_if_ours_computes_the_same(name: str) -> None:
             torch.testing.assert_close(copy.tensors[name], tensor)
 
 
+def test_a_copied_layer_keeps_its_window() -> None:
+    """Where some layers of the target have one: what a window hides must not count as another computation."""
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    target = Target(
+        tiny("qwen2", num_hidden_layers=LAYERS, use_sliding_window=True, sliding_window=8, layer_types=kinds),
+        accelerate="off",
+    )
+    seen = [Example(tuple(walk(start, 40)), ((1, 40),)) for start in range(FIRST, 30)]
+    windows = {}
+    for number in (0, 1):
+        layer = find_decoder(target.model)[1][number]
+        copy = copy_layer(layer, target.config.to_dict(), *read_around(target, number))
+        assert copy is not None
+        windows[number] = copy.config.window
+    assert windows == {0: None, 1: 8}
+    assert [make_head("jump", target, seen, None, window=own).window for own in (None, 4)] == [8, 4]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_of_a_target_with_packed_weights_is_copied(dtype: torch.dtype) -> None:
     """Also next to biases that are much larger than they are."""
