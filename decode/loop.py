@@ -67,8 +67,8 @@ class Batch:
             drafted = self.drafting.propose(step, max(limits) if max(depths) > 0 else 1)
         seconds.lap("proposer")
         tree, allowed = self._prepare(drafted, step, upload, limits, depths), dict[int, Tensor]()
-        if any(request.grammar for request in requests):
-            tree, allowed = constrain(tree, [request.grammar for request in requests])
+        if any(request.constraint for request in requests):
+            tree, allowed = constrain(tree, [request.constraint for request in requests])
         tree = self.session.place(tree)
         sampling = self._find_sampling(requests) if self.target.has_graphs else None
         verdict = self.session.verify(tree, sampling=sampling)
@@ -117,7 +117,7 @@ class Batch:
         seconds.lap("target")
         tree, noise = Tree.chain([request.sequence[-1:] for request in requests]), Upload(self.target.device)
         noise.add(_list_keys(requests, 1))
-        tree, allowed = constrain(tree, [request.grammar for request in requests])
+        tree, allowed = constrain(tree, [request.constraint for request in requests])
         accepted = self._accept(requests, tree, Verdict(logits[:, None], None), noise, allowed)
         seconds.lap("accept")
         committed, kept = [[*request.sequence] for request in requests], list[int | None]([None] * len(requests))
@@ -193,7 +193,7 @@ class Batch:
         """
         assert self.session is not None
         most = max(limits)
-        is_read = self.target.is_recurrent or any(request.grammar for request in step.requests)
+        is_read = self.target.is_recurrent or any(request.constraint for request in step.requests)
         if is_read or not (waits(tree.tokens) and self.target.backend.waits):
             tree = tree.to(torch.device("cpu"))
             with self.drafting.checking():
@@ -206,7 +206,7 @@ class Batch:
 
     def _find_sampling(self, requests: Sequence[Request]) -> Sampling | None:
         """How all rows choose tokens, if a graph can do it; None otherwise."""
-        if self.rule is not accept or any(each.sampling.processors or each.grammar for each in requests):
+        if self.rule is not accept or any(each.sampling.processors or each.constraint for each in requests):
             return None
         groups = group_rows([request.sampling for request in requests])
         return groups[0][0] if len(groups) == 1 else None

@@ -36,7 +36,7 @@ class Request:
     nodes: of its trees at most, root included; 1: no draft tokens.
     log_probs: how many of the most likely tokens are told with their log-probabilities; None: no log-probabilities.
     log_probs_at: the temperature of these.
-    grammar: what its answer must look like; None: anything.
+    constraint: what its answer must look like; None: anything.
     follow_weights: go on under new weights if the model's change; otherwise it ends with "error".
     stats: counts and times so far. finish, exception: as in `Answer`; None while it goes on.
     is_cancelled: it ends with the next step. answer: the whole answer, once it is finished. engine: it was added to it.
@@ -52,7 +52,7 @@ class Request:
     nodes: int = MAX_TREE_SLOTS
     log_probs: int | None = None
     log_probs_at: float = 1.0
-    grammar: Constraint | None = None
+    constraint: Constraint | None = None
     follow_weights: bool = False
     sequence: list[int] = field(init=False)
     stats: Stats = field(default_factory=Stats)
@@ -105,7 +105,7 @@ class Request:
 
         Without a bonus token (NO_TOKEN) the answer ends in an error, unless a draft token has ended it.
         """
-        if self.grammar is not None and self.grammar.is_complete:  # before its first token
+        if self.constraint is not None and self.constraint.is_complete:  # before its first token
             return self.end("grammar")
         tokens: list[int] = []
         pieces: list[str] = []
@@ -114,8 +114,8 @@ class Request:
                 self._fail(self._find_error())
                 break
             try:
-                if self.grammar is not None:
-                    self.grammar.take(token)
+                if self.constraint is not None:
+                    self.constraint.take(token)
                 self.sequence.append(token)
                 tokens.append(token)
                 if self.text is not None:
@@ -132,7 +132,7 @@ class Request:
 
     def _find_error(self) -> Exception:
         """Why no token could be chosen."""
-        errors = getattr(self.sampling.processors, "error", None), self.grammar and self.grammar.find_error()
+        errors = getattr(self.sampling.processors, "error", None), self.constraint and self.constraint.find_error()
         return errors[0] or errors[1] or FloatingPointError(NO_NUMBERS)
 
     def _fail(self, error: Exception) -> None:
@@ -190,7 +190,7 @@ class Request:
             return "eos"
         if self.text is not None and self.text.stopped:
             return "stop"
-        if self.grammar is not None and self.grammar.is_complete:
+        if self.constraint is not None and self.constraint.is_complete:
             return "grammar"
         # A copy: what the criterion does to its list is its own.
         if self.limits.criterion is not None and self.limits.criterion(self.request_id, [*self.sequence]):
@@ -252,7 +252,7 @@ def read_requests(
         stream = TextStream(target.tokenizer, limits.stop) if has_text and target.tokenizer is not None else None
         own = None if make is None else Constraint(partial(make, request_id), target.vocabulary)
         of = target.context, stream, sampling, nodes, log_probs
-        requests.append(Request(request_id, prompt, limits, *of, grammar=own, follow_weights=follow_weights))
+        requests.append(Request(request_id, prompt, limits, *of, constraint=own, follow_weights=follow_weights))
     return requests
 
 

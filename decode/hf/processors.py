@@ -94,17 +94,17 @@ class GrammarMasks(LogitsProcessor):
     columns: of the prompts. counts: the tokens of each row's answer; padding follows.
     """
 
-    def __init__(self, grammars: Sequence[Constraint], columns: int, counts: Sequence[int]) -> None:
-        self.grammars, self.columns, self.counts = grammars, columns, counts
+    def __init__(self, constraints: Sequence[Constraint], columns: int, counts: Sequence[int]) -> None:
+        self.constraints, self.columns, self.counts = constraints, columns, counts
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         masks, made = dict[int, Tensor](), input_ids.shape[1] - self.columns
-        for row, (grammar, count) in enumerate(zip(self.grammars, self.counts, strict=True)):
+        for row, (constraint, count) in enumerate(zip(self.constraints, self.counts, strict=True)):
             if made >= count:
                 continue
             if made:
-                grammar.take(int(input_ids[row, -1]))
-            if (allowed := grammar.find_allowed()) is not None:
+                constraint.take(int(input_ids[row, -1]))
+            if (allowed := constraint.find_allowed()) is not None:
                 masks[row] = allowed[None]
         return forbid(scores[:, None], masks)[:, 0]
 

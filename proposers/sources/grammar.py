@@ -15,7 +15,7 @@ FEW = 8  # tokens that are named where there is a choice
 class Position(NamedTuple):
     """A node of a request whose answer must fit a grammar: the answer's length, and the draft tokens after it."""
 
-    grammar: Constraint
+    constraint: Constraint
     taken: int
     draft: tuple[int, ...] = ()
 
@@ -29,21 +29,21 @@ class GrammarSource(Source):
     usual_trust = 1.0
 
     def observe(self, step: Step) -> None:
-        self._grammars = {request.request_id: request.grammar for request in step.requests}
+        self._constraints = {request.request_id: request.constraint for request in step.requests}
 
     def start(self, request_id: int) -> Position | None:
-        grammar = self._grammars[request_id]
-        return None if grammar is None else Position(grammar, grammar.taken)
+        constraint = self._constraints[request_id]
+        return None if constraint is None else Position(constraint, constraint.taken)
 
     def follow(self, state: Position, token: int) -> Position:
         return state._replace(draft=(*state.draft, token))
 
     def continuations(self, state: Position) -> Iterable[Named]:
-        if state.taken != state.grammar.taken:  # asked after the step, when the answer has grown
+        if state.taken != state.constraint.taken:  # asked after the step, when the answer has grown
             return ()
-        if forced := state.grammar.find_forced(state.draft):
+        if forced := state.constraint.find_forced(state.draft):
             return ((forced[0], 1.0, 1),)
-        allowed = state.grammar.find_allowed(state.draft)
+        allowed = state.constraint.find_allowed(state.draft)
         if allowed is None or not 0 < (count := int(allowed.count_nonzero())) <= FEW:
             return ()
         return [(token, 1 / count, count) for token in allowed.nonzero()[:, 0].tolist()]

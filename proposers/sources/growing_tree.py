@@ -88,7 +88,7 @@ class GrowingTree:
         self.sources, self.counts, self.trusts = sources, counts, trusts
         self._shares = [trust.share for trust in trusts]
         self.least, self.deepest = least, request.room - 1
-        self.stop_ids, self.grammar = request.limits.stop_ids, request.grammar
+        self.stop_ids, self.constraint = request.limits.stop_ids, request.constraint
         self.vocabulary = inf if target is None else target.vocabulary
         self.is_chain = target is not None and target.is_recurrent
         self.root = GrowingNode(request.sequence[-1], None, 0)
@@ -167,7 +167,7 @@ class GrowingTree:
         Returns the accepted nodes, root first, each with the source that was most confident of the next token, or -1.
         """
         node: GrowingNode | None = self.root
-        self.grammar, accepted = None, []  # it has gone on
+        self.constraint, accepted = None, []  # it has gone on
         for token in tokens:
             if node is None:
                 break
@@ -203,9 +203,9 @@ class GrowingTree:
         if node.parent is not None:
             pairs = zip(self.sources, node.parent.states, strict=True)
             node.states = [None if state is None else source.follow(state, node.token) for source, state in pairs]
-        if self.grammar is not None:
+        if self.constraint is not None:
             node.draft = () if node.parent is None else (*node.parent.draft, node.token)
-            allowed = self.grammar.find_allowed(node.draft)
+            allowed = self.constraint.find_allowed(node.draft)
             node.allowed = () if allowed is None else allowed.numpy()
         for number, (source, state) in enumerate(zip(self.sources, node.states, strict=True)):
             if state is not None:

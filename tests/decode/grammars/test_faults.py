@@ -128,7 +128,7 @@ class Wide(Known):
             matcher = replay(lambda _: SumMatcher(VOCABULARY), self.answers[request.request_id][:done])
             wrong = [each for each in matcher.find_allowed().nonzero()[:3, 0].tolist() if each not in right]
             for token in wrong:
-                request.grammar.find_forced((token,))
+                request.constraint.find_forced((token,))
             tokens = [request.sequence[-1], *wrong, *right[:1], *wrong]
             rows.append((tokens, [-1, *([0] * (len(wrong) + len(right[:1]))), *range(1, len(wrong) + 1)]))
         return tree_of_rows(rows)

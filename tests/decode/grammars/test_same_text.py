@@ -298,7 +298,7 @@ def test_the_source_changes_no_draft_without_a_grammar(monkeypatch: pytest.Monke
 
 def follow_source(target: Target, make: Callable[[], Matcher], tokens: list[int]) -> tuple[Request, GrammarSource, Any]:
     """A request, the source after it has seen that, and the source's state after draft tokens."""
-    request = Request(7, [5], Limits(), 100, grammar=Constraint(make, target.vocabulary))
+    request = Request(7, [5], Limits(), 100, constraint=Constraint(make, target.vocabulary))
     source = GrammarSource()
     source.observe(replace(first_step(target, [5, 6]), requests=[request]))
     state = source.start(7)
@@ -321,8 +321,8 @@ def test_the_source_names_nothing_once_the_answer_has_grown(target: Target) -> N
     """A merged tree asks it about old nodes, too."""
     request, source, state = follow_source(target, lambda: TableMatcher({0: {3: 0, 4: 0}}, VOCABULARY), [3, 3])
     assert [*source.continuations(state)] == [(3, 0.5, 2), (4, 0.5, 2)]
-    assert request.grammar is not None
-    request.grammar.take(3)
+    assert request.constraint is not None
+    request.constraint.take(3)
     assert [*source.continuations(state)] == []
 
 
