@@ -5,6 +5,7 @@ from pathlib import Path
 from heads.checkpoint import load_head, save_head
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
+from heads.flashmap import FlashMapConfig, FlashMapHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.jump import JumpConfig, JumpHead
 from heads.kinds import KINDS, Kind
@@ -24,6 +25,8 @@ __all__ = [
     "Eagle3Head",
     "EagleConfig",
     "EagleHead",
+    "FlashMapConfig",
+    "FlashMapHead",
     "HydraConfig",
     "HydraHead",
     "JumpConfig",

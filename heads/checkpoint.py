@@ -79,11 +79,12 @@ def read_target(folder: str | Path) -> HeadConfig:
         own = section(config, OWN)
         if "kind" in own:
             known: dict[str, Any] = {each.name: own.get(each.name) for each in fields(HeadConfig)}
-            known["hidden_size"] = own.get("target_hidden_size") or own.get("hidden_size")
         else:
-            known = {size: config.get(size) for size in ("hidden_size", "vocab_size")}
+            known = {"vocab_size": config.get("vocab_size")}
             is_whole = any(name.startswith(WHOLE) for name in tensors)
             known["target_name"] = str(path) if is_whole else name_target(config)
+        sizes = own if "kind" in own else config
+        known["hidden_size"] = sizes.get("target_hidden_size") or sizes.get("hidden_size")
         return HeadConfig(**known)
     except ValueError as error:
         raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error

@@ -1,13 +1,14 @@
 """Block heads: a few decoder layers that draft a whole block of tokens in one pass.
 
 Sources: Chen et al., "DFlash" (2026, arXiv 2602.06036), whose layers attend to the target's features and to the block;
-the pair score is the Markov head of "DSpark" (2026) or, in DFlash2, the selector. Shapes: B rows, N tokens, L draft
-tokens, R rows of a block, H the head's hidden size, F the target's, K layers that are read, G key-value heads of a
-layer, D draft vocabulary.
+the pair score is the Markov head of "DSpark" (2026). DFlash2 (z-lab/dflash, dflash/model.py, 2026) has a selector for
+it, and convolutions along the block. Shapes: B rows, N tokens, L draft tokens, R rows of a block, H the head's hidden
+size, F the target's, K layers that are read, G key-value heads of a layer, D draft vocabulary, C candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.dflash2 import LocalLayer, Selector
 from heads.eagle import check_block, check_features, copy_last
-from heads.layer_cache import Attend
+from heads.layer_cache import Attend, attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, Positions
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
@@ -101,6 +101,71 @@ class PairScores(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens [...] -> the scores [..., D] of those after them."""
         return self.markov_w2(self.markov_w1(tokens))
+
+
+class Selector(nn.Module):
+    """What the logits of a row's most likely tokens get for the token before them and for the row's state."""
+
+    def __init__(self, vocab_size: int, draft_size: int, rank: int, hidden_size: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(draft_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, states: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
+        """Normed states [..., H] of rows, the tokens [...] before theirs, and draft ids [..., C] -> scores [..., C]."""
+        read = self.predecessor_codebook[tokens] * self.hidden_projection(states)
+        return (read[..., None, :] * self.successor_codebook[candidates]).sum(dim=-1)
+
+
+class LocalConvolution(nn.Module):
+    """A convolution of a sublayer's input along a block's rows, and one of its output. A new one is the identity.
+
+    The kernel of a row reaches `taps` rows, its own and those before it. It is a learned one for each channel, plus one
+    for each `group` of channels that is computed from the sublayer's input.
+    """
+
+    def __init__(self, size: int, rows: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.rows, self.group = rows, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+        nn.init.ones_(self.base_kernel.data[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The convolved input [B, blocks x R, H] of a sublayer, and the function that convolves its output."""
+        dynamic = self.kernel_projection(states).unflatten(-1, (2, self.base_kernel.shape[1], -1, 1))
+        before, after = (
+            partial(self._convolve, base, each)
+            for base, each in zip(self.base_kernel, dynamic.unbind(dim=2), strict=True)
+        )
+        return before(states), after
+
+    def _convolve(self, base: Tensor, dynamic: Tensor, states: Tensor) -> Tensor:
+        """base [taps, H], dynamic [B, blocks x R, taps, groups, 1]. A block's first row has none before it."""
+        blocks = states.unflatten(1, (-1, self.rows))
+        result = torch.zeros_like(states)
+        for tap in range(len(base)):
+            shifted = nn.functional.pad(blocks, (0, 0, tap, 0))[:, :, : self.rows].flatten(1, 2)
+            kernel = base[tap].unflatten(-1, (-1, self.group)) + dynamic[:, :, tap]
+            result = result + (kernel * shifted.unflatten(-1, (-1, self.group))).flatten(-2)
+        return result
+
+
+class LocalLayer(DecoderLayer):
+    """A decoder layer with convolutions around attention and around the feed-forward network."""
+
+    def __init__(self, size: int, config: LayerConfig, rows: int, taps: int, group: int) -> None:
+        super().__init__(size, config)
+        self.attention_conv, self.mlp_conv = (LocalConvolution(size, rows, taps, group) for _ in range(2))
+
+    def forward(self, states: Tensor, positions: Positions, attend: Attend = attend) -> Tensor:
+        inputs, convolve = self.attention_conv(self.input_layernorm(states))
+        mixed = attend(*self.self_attn.project(inputs, positions))
+        states = states + convolve(self.self_attn.o_proj(mixed.transpose(1, 2).flatten(-2)))
+        inputs, convolve = self.mlp_conv(self.post_attention_layernorm(states))
+        return states + convolve(self.mlp(inputs))
 
 
 class DFlashHead(VocabularyHead):

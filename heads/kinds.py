@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead
+from heads.flashmap import FlashMapConfig, FlashMapHead
 from heads.formats.dflash import DFLASH
 from heads.formats.eagle import EAGLE, EAGLE3, PEAGLE
+from heads.formats.flashmap import FLASHMAP
 from heads.formats.layout import Format
 from heads.formats.medusa import HYDRA, MEDUSA
 from heads.formats.mtp import MTP
@@ -27,7 +29,8 @@ class Kind:
     """A kind of head. Its name is its network's `kind`.
 
     network: the class of the head. config: that of its sizes, a frozen dataclass and the only argument of the network.
-    proposer, objective: the classes that draft with it and train it; None: those in the tables of their packages.
+    proposer, objective: the classes that draft with it and train it; None: those in the tables of their packages. A
+    published kind can be in no table of objectives: it is not trained here.
     format: how folders store it. options: those of `draftless train` for the shape of a new head, named as in its
     config. layer: settings of a new head's decoder layers, apart from the target's sizes.
     """
@@ -97,6 +100,10 @@ class DFlash(Kind):
     servers, drafts_at_once = ("vllm",), True
 
 
+class FlashMap(Kind):
+    network, config, format = FlashMapHead, FlashMapConfig, FLASHMAP
+
+
 class Jump(Kind):
     network, config = JumpHead, JumpConfig
     options, copies_layer = ("window",), True
@@ -109,7 +116,11 @@ class Mtp(Kind):
 
 # In this order a published file is recognized: a module or a head in a whole model's file comes first.
 KINDS: dict[str, Kind] = {
-    kind.name: kind for kind in (Mtp(), Hydra(), Medusa(), DFlash(), PEagle(), Eagle3(), Eagle(), MultiToken(), Jump())
+    kind.name: kind
+    for kind in (
+        *(Mtp(), Hydra(), Medusa(), FlashMap(), DFlash(), PEagle(), Eagle3(), Eagle()),
+        *(MultiToken(), Jump()),
+    )
 }
 
 

@@ -116,6 +116,11 @@ class Attention(nn.Module):
         keys, values = (self._split(project(states)) for project in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(keys).to(values.dtype), table), values
 
+    def queries(self, states: Tensor, table: RotaryTable) -> Tensor:
+        """States [B, T, inputs x H] -> queries [B, Q, T, D], rotated by the table of their positions."""
+        queries = self._split(self.q_proj(states))
+        return rotate(self.q_norm(queries).to(queries.dtype), table)
+
     def _split(self, states: Tensor) -> Tensor:
         """Heads apart: [B, heads, T, D]."""
         return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)

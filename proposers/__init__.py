@@ -1,7 +1,7 @@
 """Proposers: ways to draft. Each takes part in the loop of `decode` through `decode.Proposer`."""
 
 from proposers.calibration import Calibration, load_calibration
-from proposers.dflash import DFlashProposer
+from proposers.dflash import DFlashProposer, FlashMapProposer
 from proposers.draft_budget import DraftBudget
 from proposers.draft_models.loading import load_draft_model
 from proposers.draft_models.proposer import DraftProposer
@@ -25,6 +25,7 @@ __all__ = [
     "DraftBudget",
     "DraftProposer",
     "EagleProposer",
+    "FlashMapProposer",
     "HeadProposer",
     "HydraProposer",
     "JumpProposer",

@@ -1,8 +1,8 @@
-"""Drafting with block heads: one pass gives the next tokens of all levels.
+"""Drafting with block heads and flow maps: one pass gives the next tokens of all levels.
 
-After "DFlash" (2026, arXiv 2602.06036); trees over a block's tokens as in DDTree, with the pair score of DSpark between
-a token and its parent. Shapes: B rows, T tokens, W paths, S cache slots, R rows of a block, L levels, H hidden size, D
-draft vocabulary.
+After "DFlash" (2026, arXiv 2602.06036) and FlashMap (2026); trees over a block's tokens as in DDTree, with the pair
+score of DSpark between a token and its parent. Shapes: B rows, T tokens, W paths, S cache slots, R rows of a block, L
+levels, H hidden size, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from decode import Step, Target
 from heads.layer_cache import LayerCache, hide
 from proposers.head_proposer import HeadProposer
+from proposers.medusa import MedusaDrafter
 from proposers.tree_proposer import Inputs
 
 NEVER = -1e4  # the logit of a token that is not to be drafted
 
 
-class DFlashProposer(HeadProposer):
-    """Drafts with a `DFlashHead`. Slot i of its cache is for the target's feature i, in all layers."""
+class BlockProposer(HeadProposer):
+    """Drafts blocks of tokens. Slot i of its cache is for the target's feature i, in all layers."""
 
     usual_width = 8
     levelwise: ClassVar[bool] = False
@@ -29,13 +31,6 @@ class DFlashProposer(HeadProposer):
     def read_step(self, step: Step) -> Inputs:
         self._history.read_all(self.reader(step))
         return {}
-
-    def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """As z-lab's code: the head's own embeddings or the target's raw ones, with the head's own scale."""
-        embed, scale = super().embedding(target), self.head.config.embedding_scale
-        if self.head.embed_tokens is None:
-            scale /= target.embedding_scale
-        return embed if scale == 1 else lambda tokens: scale * embed(tokens)
 
     def is_fixed(self, inputs: Inputs) -> bool:
         return False
@@ -45,6 +40,40 @@ class DFlashProposer(HeadProposer):
         cache.write(*self.head.read(self.head.fuse(features[:, :end]), cache.positions(end, text.device)))
         self.hold_along(cache, begin, end)
         return {}
+
+
+class FlashMapProposer(BlockProposer):
+    """Drafts with a `FlashMapHead`, from noise that depends on the positions alone."""
+
+    @torch.inference_mode(mode=False)
+    def begin(self, target: Target) -> None:
+        before = self._borrowed_from
+        super().begin(target)
+        if self.head.starts is None or self._borrowed_from != before:
+            self.head.draw(target.embedding_matrix)
+
+    def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
+        head, cache, anchors = self.head, self._history.cache, self.embedding(target)(inputs["roots"][:, None])
+        positions = cache.positions(1 + head.depth, anchors.device)
+        read = head.read(head.fuse_anchor(anchors), positions[:, :1])
+        keys, values = (each.chunk(head.config.layers, dim=1) for each in read)
+        mask = nn.functional.pad(cache.text_mask(anchors.device, anchors.dtype, None, head.depth), (0, 1))[:, None]
+
+        def attend(queries: Tensor, layer: int) -> Tensor:
+            return cache.attend(queries, keys[layer], values[layer], mask, layer)
+
+        return MedusaDrafter(head, head(positions[:, 1:], attend))
+
+
+class DFlashProposer(BlockProposer):
+    """Drafts with a `DFlashHead`."""
+
+    def embedding(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """As z-lab's code: the head's own embeddings or the target's raw ones, with the head's own scale."""
+        embed, scale = super().embedding(target), self.head.config.embedding_scale
+        if self.head.embed_tokens is None:
+            scale /= target.embedding_scale
+        return embed if scale == 1 else lambda tokens: scale * embed(tokens)
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> DFlashDrafter:
         return DFlashDrafter(self.head, inputs["roots"], self._history.cache, self.embedding(target))

@@ -15,7 +15,7 @@ from decode.requests.answer import read_count
 from heads import KINDS, PRETRAINED, Kind
 from heads.checkpoint import find_folder, find_kind
 from heads.kinds import add_kind, get_kind
-from proposers.dflash import DFlashProposer
+from proposers.dflash import DFlashProposer, FlashMapProposer
 from proposers.draft_models.loading import is_trained_draft
 from proposers.draft_models.proposer import DraftProposer
 from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProposer
@@ -34,6 +34,7 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "eagle3": EagleProposer,
     "peagle": PEagleProposer,
     "dflash": DFlashProposer,
+    "flashmap": FlashMapProposer,
     "jump": JumpProposer,
     "mtp": MtpProposer,
 }

@@ -151,11 +151,13 @@ def _check_config(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def find_objective(kind: str) -> type[Objective]:
-    """The class that trains heads of this kind."""
+    """The class that trains heads of this kind. Raises ValueError for a kind that is not trained here."""
     if kind == "draft":  # no head
         return DraftModelObjective
-    own: type[Objective] | None = get_kind(kind).objective
-    return own or OBJECTIVES[kind]
+    found: type[Objective] | None = get_kind(kind).objective or OBJECTIVES.get(kind)
+    if found is None:
+        raise ValueError(f"{kind} heads cannot be trained here; choose from {', '.join(OBJECTIVES)}")
+    return found
 
 
 @torch.no_grad()

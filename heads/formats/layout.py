@@ -140,9 +140,9 @@ def read_common(
 
 
 def name_target(config: ConfigDict) -> str | None:
-    """The target of a published head, as Medusa's, Hydra's and speculators' configs name it."""
+    """The target of a published head, as configs of Medusa, Hydra, FlashMap and speculators name it."""
     verifier = section(section(config, "speculators_config"), "verifier")
-    return config.get("base_model_name_or_path") or verifier.get("name_or_path")
+    return config.get("base_model_name_or_path") or verifier.get("name_or_path") or config.get("target_model")
 
 
 def find_first_layer(names: Iterable[str]) -> str:

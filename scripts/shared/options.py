@@ -174,13 +174,13 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=whole,
         metavar="N",
-        help=f"for eagle, eagle3, jump, mtp ({DEPTH}), peagle, dflash, draft: tokens ahead at most",
+        help=f"for eagle, eagle3, jump, mtp ({DEPTH}), peagle, dflash, flashmap, draft: tokens ahead at most",
     )
     add(
         "--width",
         type=whole,
         metavar="N",
-        help=f"for eagle, eagle3, jump, mtp ({WIDTH}), peagle, dflash, draft (1): paths per depth",
+        help=f"for eagle, eagle3, jump, mtp ({WIDTH}), peagle, dflash, flashmap, draft (1): paths per depth",
     )
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)

@@ -22,6 +22,7 @@ from proposers import (
     DFlashProposer,
     DraftProposer,
     EagleProposer,
+    FlashMapProposer,
     HydraProposer,
     JumpProposer,
     MedusaProposer,
@@ -107,6 +108,9 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     "dflash of marginals": lambda target: DFlashProposer(make_head("dflash", target, pair_rank=0), nodes=20),
     "dflash2": lambda target: DFlashProposer(make_head("dflash", target, **DFLASH2), nodes=12),
     "merged dflash": lambda target: merge(DFlashProposer(make_head("dflash", target)), nodes=16),
+    "flashmap": lambda target: FlashMapProposer(make_head("flashmap", target, draft_size=40)),
+    "flashmap chain": lambda target: FlashMapProposer(make_head("flashmap", target), width=1, nodes=4),
+    "merged flashmap": lambda target: merge(FlashMapProposer(make_head("flashmap", target)), nodes=16),
     "merged peagle": lambda target: merge(PEagleProposer(make_head("peagle", target, layers=3)), nodes=12),
 }
 SAMPLED: dict[str, Callable[[Target], Proposer]] = {

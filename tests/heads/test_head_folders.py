@@ -56,6 +56,7 @@ HEADS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"layer": {"window": 7}, "causal": True}),
     ("dflash", {"layer": {"window": 7}, "full_layers": (1,)}),
     ("dflash", {"candidates": 4, "taps": 3, "group": 4, "from_anchor": False}),
+    ("flashmap", {**ORIGIN, "draft_size": 5, "features": (1, 2)}),
     ("eagle3", {"layer": {"window": 7}}),
     ("dflash", {"output": "shared", "draft_size": 5, "pair_rank": 0, "from_anchor": False, "features": (1, 2)}),
 ]

@@ -69,9 +69,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp of few tokens": ("mtp", {"draft_size": 13, "normed_feedback": True, "states_first": True}),
     "dflash": ("dflash", {}),
     "dflash of few tokens": ("dflash", {"draft_size": 19, "layers": 1}),
+    "flashmap": ("flashmap", {}),
+    "flashmap of few tokens": ("flashmap", {"draft_size": 13}),
     "dflash as published": ("dflash", {"pair_rank": 0, "from_anchor": False, "output": "shared"}),
 }
-MAIN = ["medusa", "hydra", "multi-token", "hydra++", "eagle", "eagle3", "peagle", "jump", "mtp", "dflash"]
+MAIN = ["medusa", "hydra", "multi-token", "hydra++", "eagle", "eagle3", "peagle", "jump", "mtp", "dflash", "flashmap"]
 READ_ALL = MAIN[2:]  # features of a text
 EAGLES = [kind for kind in KINDS if kind.startswith(("eagle", "jump", "mtp"))]
 
@@ -110,7 +112,9 @@ class Written:
         level, features = len(path), self.true
         if self.head.kind == "dflash":
             return self._adjust(self._score_pairs(self.read_block()[level], [self.text[-1], *path][-1]), level)
-        if self.head.kind == "medusa":
+        if self.head.kind == "flashmap":
+            states = self.read_slots()[level]
+        elif self.head.kind == "medusa":
             states = self.head(features[0, -1])[level]
         elif self.head.kind == "multi-token":
             states = self.head(features, torch.arange(features.shape[1])[None], self.attend)[0, -1, level]
@@ -165,6 +169,19 @@ class Written:
 
         states = head(block, count + torch.arange(block.shape[1])[None], see_all)
         return states[0, -3:]
+
+    def read_slots(self) -> Tensor:
+        """A FlashMap head's states [L, W], from the whole text and the anchor."""
+        head, count = self.head, self.true.shape[1]
+        anchor = head.fuse_anchor(self.embed(torch.tensor([self.text[-1:]])))
+        keys, values = head.read(torch.cat([self.true, anchor], dim=1), torch.arange(count + 1)[None])
+
+        def see_all(queries: Tensor, layer: int) -> Tensor:
+            heads = slice(4 * layer, 4 * layer + 4)
+            return (queries @ keys[:, heads].transpose(2, 3) / 8**0.5).softmax(dim=-1) @ values[:, heads]
+
+        states: Tensor = head(count + 1 + torch.arange(head.depth)[None], see_all)[0]
+        return states
 
     def mask(self, count: int) -> Tensor:
         before = torch.arange(count)[:, None] - torch.arange(count)
@@ -378,7 +395,7 @@ def test_prepared_heads_draft_the_same(kind: str, monkeypatch: pytest.MonkeyPatc
     """Their weights are not rounded here."""
     monkeypatch.setattr(backend, "round_layers", lambda module: None)
     target = Target(tiny("llama", vocab_size=VOCABULARY, dtype=torch.float32))
-    for output in ("own", "shared", "target") if kind not in (*EAGLES, "peagle", "dflash") else (None,):
+    for output in ("own", "shared", "target") if kind not in (*EAGLES, "peagle", "dflash", "flashmap") else (None,):
         proposer = make(kind, target, output and {"output": output}, depth=3, nodes=12)
         stock = record(proposer, target, max_new_tokens=8).drafted
         proposer.head.borrowed = None  # it is borrowed again

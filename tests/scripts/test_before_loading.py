@@ -87,6 +87,7 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (bench, ["--passes", "--batch-size", "2"], "--batch-size is not for --passes"),
     (bench, ["--passes", "--dtype", "bfloat16", "--gguf", "x"], "--gguf and --dtype need each other"),
     (bench, ["--first-hour", "own.py/out"], "--first-hour own.py/out cannot be written: own.py is no folder"),
+    (train, [*TRAIN, "flashmap"], "flashmap heads cannot be trained here; choose from medusa, multi-token"),
     (train, [*TRAIN, "medusa", "--init", "empty"], NO_HEAD),
     (train, [*TRAIN, "medusa", "--init", "hydra"], "--init hydra holds a head of kind hydra, not medusa"),
     (train, [*TRAIN, "draft", "--init", "empty"], NO_MODEL),

@@ -38,6 +38,8 @@ def draw_head(
         defaults |= {"layer": replace(LAYER, qk_norm=True), "pair_rank": 5, "mask_token": 3}
     if kind == "multi-token":
         defaults |= {"layer": LAYER}
+    if kind == "flashmap":
+        defaults |= {"layer": replace(LAYER, num_key_value_heads=4, qk_norm=True), "width": 32, "layers": 2}
     if kind == "jump":
         defaults = {"layer": LAYER, "features": (0, 1)}
     if kind == "mtp":
@@ -56,7 +58,7 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     """`draw_head` in the target's sizes and number format."""
     width, layers = target.config.hidden_size, target.config.num_hidden_layers
     defaults: dict[str, Any] = {"target_layers": layers}
-    if kind in ("eagle3", "peagle", "dflash"):
+    if kind in ("eagle3", "peagle", "dflash", "flashmap"):
         defaults["features"] = choose_features(layers)
     if kind == "jump":
         defaults["features"] = choose_jump(layers)
@@ -65,6 +67,8 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     head = draw_head(kind, width, target.vocabulary, target.dtype, seed, **{**defaults, **settings})
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
+    if kind == "flashmap":
+        head.draw(target.embedding_matrix)
     return head
 
 
