@@ -63,7 +63,7 @@ class CudaBackend(Backend):
         """By torch's own attention kernels but cuDNN's.
 
         cuDNN makes a plan for each new shape, and nearly every draft tree has one: 43 ms each on an H200, where the
-        other kernels take 0.1 (docs/gpu.md).
+        other kernels take 0.1.
         """
         return sdpa_kernel(KERNELS)
 
