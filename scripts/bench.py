@@ -43,9 +43,10 @@ REFUSED = {
     "first_hour": ("methods", "template_option", "temperature", "seed", "batch_size", "json", "plot", *TIMED),
 }
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
-QUESTIONS_HELP = """a .jsonl file with "prompt", "turns", "messages" or "conversations" in each line
-(docs/training.md has the formats), and "category" and "question_id" if you like, as Spec-Bench's; any other file, or -
-for standard input, is one plain-text prompt (default: 12 short questions of six tasks)"""
+QUESTIONS_HELP = """a .jsonl file with "prompt", "question", "turns", "messages" or "conversations" in each line
+(docs/training.md has the formats), and "category" and "question_id" if you like, as those of Spec-Bench, MT-Bench,
+HumanEval and GSM8K; a .parquet file of such rows, as SPEED-Bench's prepare_data.py writes; any other file, or - for
+standard input, is one plain-text prompt (default: 12 short questions of six tasks)"""
 EPILOG = """\
 All methods answer one question before the next one is asked, in a changing order. Times are medians over the repeats
 and include the prompt. Later turns follow plain decoding's answers, so that all methods see the same prompt. Proposers
@@ -53,9 +54,15 @@ start anew with each question; a method with warm=true keeps its store of answer
 root, and the column "nodes" has the draft tokens of a step.
 
 Speeds are all tokens over all seconds; the 95 % intervals of their ratios are bootstrapped over questions. tau: tokens
-per forward pass of the model. identical: share of answers with the tokens of plain decoding, and the largest gap
-between the model's two highest logits where answers differ. loops: share of answers whose last 60 tokens repeat with a
-period under 20; trimmed, they end where the loop repeats its first token.
+per forward pass of the model; by question: the mean of the questions' taus, as SPEED-Bench has it; by pass: without
+the prompts' passes, as is what follows: the share of passes that accepted a first, second, ... draft token. If answers
+think, thinking is inside of <think>...</think>, answer outside. identical: share of answers with the tokens of plain
+decoding, and the largest gap between the model's two highest logits where answers differ. loops: share of answers whose
+last 60 tokens repeat with a period under 20; trimmed, they end where the loop repeats its first token.
+
+hf-compiled compiles the forward pass for a static cache, untimed, once for each power of two slots. Another program is
+a class with version, load(model, tokenizer) and answer(prompts, max_new_tokens); docs/measure/peers.py has one. What
+it raises stands below the tables.
 
 The JSON has settings, machine, rows (one per method and task; all is their sum), differences and the records of single
 questions, of which --from computes the rows again. During a run, FILE.partial has the finished questions; the same

@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from time import perf_counter
+from typing import Any, TypeAlias
 
+import torch
 from tqdm import tqdm
 
 from decode import Target
 from decode.prefill import read_texts
-from draftless_commands.benchmark.methods import Measured, Method, TokenIds
+from decode.requests.text import Tokenizer
 from draftless_commands.benchmark.questions import Question
 from draftless_commands.shared.prompts import encode_turn
 from training.data import count_before_loop, has_looped
 from training.rendering import Renderer
 
 WARM_UP = 64  # tokens of an answer that is not measured
+THINKING, ANSWER = "thinking", "answer"  # what is inside of <think>...</think>, and the rest
+TAIL = 16  # tokens of a prompt, in which a chat template may open <think>
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch of answers: token ids (end token included), and wall time in seconds.
+
+    added: how many tokens each forward pass of the target added to each answer. Only the project's loop knows `texts`,
+    `nodes`, `parts`, the seconds of each part of the loop, and `accepted`, the accepted draft tokens by source, if the
+    proposer counts them. `parts` is for CPUs only: a GPU's work is queued in one part and waited for in another.
+    version: of another program.
+    """
+
+    answers: list[list[int]]
+    added: list[list[int]]
+    seconds: float
+    texts: list[str] | None = None
+    nodes: list[int] | None = None
+    parts: dict[str, float] | None = None
+    accepted: dict[str, int] | None = None
+    version: str | None = None
+
+
+TokenIds: TypeAlias = Sequence[list[int]]  # of prompts
+Ask: TypeAlias = Callable[[TokenIds, int, int], Measured]  # takes prompts, seed and `max_new_tokens`
+# Begins a conversation with a proposer that has learned nothing. True: it is the warm-up, whose answers are not kept.
+Method: TypeAlias = Callable[[bool], Ask]
+
+
+class RefusedError(ValueError):
+    """Another program cannot answer, now or later; the other methods can. args: its version, and why."""
 
 
 def measure_groups(
@@ -40,7 +77,8 @@ def warm_up(methods: Mapping[str, Method], group: Sequence[Question], target: Ta
     _, prompts = encode_turn([question.conversation for question in group], 0, target, Renderer(target.tokenizer))
     room = target.context - max(map(len, prompts))
     for method in methods.values():
-        method(True)(prompts, options.seed, min(WARM_UP, options.max_new_tokens, room))
+        with suppress(RefusedError):  # it will refuse all questions
+            method(True)(prompts, options.seed, min(WARM_UP, options.max_new_tokens, room))
 
 
 def measure_group(
@@ -53,6 +91,8 @@ def measure_group(
     conversations, renderer = [deepcopy(question.conversation) for question in group], Renderer(target.tokenizer)
     turns: list[dict[str, Any]] = []
     differences: list[dict[str, Any]] = []
+    record = {"category": group[0].category, "questions": [question.id for question in group], "turns": turns}
+    refused: dict[str, tuple[str, str]] = {}
     for turn in range(1 + max(len(each.later) for each in conversations)):
         asked, prompts = encode_turn(conversations, turn, target, renderer)
         if not asked:
@@ -63,22 +103,25 @@ def measure_group(
         for repeat, opened in enumerate(asks):
             order, first = [*methods], (number + turn + repeat) % len(methods)  # another is first
             for name in order[first:] + order[:first]:
-                found[name].append(opened[name](prompts, seed, room))
+                try:
+                    found[name].append(opened[name](prompts, seed, room))
+                except RefusedError as error:
+                    refused[name] = error.args
         plain = found["none"][0]
         ids, results = [group[index].id for index in asked], {}
-        for name, measured in found.items():
+        for name in (name for name in methods if name not in refused):
+            measured = found[name]
             # Peers that sample draw other texts from the same distribution.
             comparable = options.temperature == 0 or measured[0].nodes is not None
             breaks = _find_differences(target, prompts, plain, measured[0]) if comparable else {}
             same = [row not in breaks for row in range(len(ids))] if comparable else None
-            results[name] = {**_describe(measured), "same": same}
+            results[name] = {**_describe(measured, target.tokenizer, prompts), "same": same}
             for row, difference in breaks.items():
                 differences.append({"question_id": ids[row], "turn": turn, "method": name, **difference})
         turns.append({"questions": ids, "prompt_tokens": list(map(len, prompts)), "methods": results})
         for index, text in zip(asked, plain.texts or [], strict=True):
             conversations[index].add(text)
-    ids = [question.id for question in group]
-    return {"category": group[0].category, "questions": ids, "turns": turns, "differences": differences}
+    return {**record, "differences": differences, "refused": refused}
 
 
 def _find_differences(target: Target, prompts: TokenIds, plain: Measured, measured: Measured) -> dict[int, Any]:
@@ -94,7 +137,7 @@ def _find_differences(target: Target, prompts: TokenIds, plain: Measured, measur
     return found
 
 
-def _describe(measured: Sequence[Measured]) -> dict[str, Any]:
+def _describe(measured: Sequence[Measured], tokenizer: Tokenizer, prompts: TokenIds) -> dict[str, Any]:
     """One method's entry in the record of a turn: the seconds of all repeats, the rest from the first one."""
     first, parts = measured[0], [entry.parts for entry in measured if entry.parts is not None]
     return {
@@ -106,7 +149,26 @@ def _describe(measured: Sequence[Measured]) -> dict[str, Any]:
         "seconds": [entry.seconds for entry in measured],
         "parts": {part: sum(entry[part] for entry in parts) for part in parts[0]} if parts else None,
         "accepted": first.accepted,
+        "lengths": count_lengths(tokenizer, prompts, first),
+        **({"version": first.version} if first.version else {}),
     }
+
+
+def count_lengths(tokenizer: Tokenizer, prompts: TokenIds, measured: Measured) -> dict[str, list[int]]:
+    """By part of the answers, `THINKING` and `ANSWER`: entry n counts the forward passes with n accepted draft tokens.
+
+    The last token of each pass counts as the model's own, and the passes of prompts are left out. A pass belongs to the
+    part in which it begins.
+    """
+    counted: dict[str, Counter[int]] = {}
+    for prompt, answer, added in zip(prompts, measured.answers, measured.added, strict=True):
+        text, tokens = "", iter([*prompt[-TAIL:], *answer])
+        for number, length in enumerate((len(prompt[-TAIL:]), *added)):
+            if number > 1:
+                part = THINKING if text.rfind("<think>") > text.rfind("</think>") else ANSWER
+                counted.setdefault(part, Counter())[length - 1] += 1
+            text += "".join(tokenizer.decode([token]) for token in islice(tokens, length))
+    return {part: [counts[n] for n in range(max(counts) + 1)] for part, counts in counted.items()}
 
 
 def trim_loop(answer: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
@@ -116,3 +178,12 @@ def trim_loop(answer: Sequence[int], added: Sequence[int]) -> tuple[int, int]:
     """
     tokens = count_before_loop(answer)
     return tokens, sum(before < tokens for before in accumulate(added[:-1], initial=0))
+
+
+def clock(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """The result of `work`, and its seconds, GPU work included."""
+    wait = torch.get_device_module(device).synchronize
+    wait(device)
+    begun, result = perf_counter(), work()
+    wait(device)
+    return result, perf_counter() - begun

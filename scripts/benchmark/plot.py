@@ -25,7 +25,7 @@ LABELS = {
 
 def draw_methods(report: Mapping[str, Any], path: Path) -> None:
     """A bar for each method over all questions: peers are grey, plain decoding is black, all others are blue."""
-    rows = [row for row in report["rows"] if row["category"] == ALL]
+    rows = [row for row in report["rows"] if row["category"] == ALL and "refused" not in row]
     rows.sort(key=lambda row: (not row["method"].startswith("hf"), row["method"] != "none"))
     base = "hf" if any(row["method"] == "hf" for row in rows) else "none"
     with save_figure(path, 7.2, 0.42 * len(rows) + 1.0, font_size=12) as figure:

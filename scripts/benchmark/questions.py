@@ -1,4 +1,4 @@
-"""Spec-Bench's questions: read from a file, taken evenly from its tasks, and grouped into batches."""
+"""Questions of Spec-Bench and others: read from a file, taken evenly from its tasks, and grouped into batches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from draftless_commands.shared.prompts import read_conversations
 from training.conversations import Conversation
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+SPEED_BENCH, MISSING = "speed_bench_", "FULL BENCHMARK DATA SHOULD BE FETCHED"  # the latter stands for texts of others
 ALL, CATEGORY = "all", "questions"  # the row that sums all tasks; the category of lines without one
 
 
@@ -26,20 +27,24 @@ class Question:
 def load_questions(path: Path) -> list[Question]:
     """The questions of a file of prompts in any form of `read_conversations`.
 
-    A line may also have `question_id` (by default its number) and `category` (by default "questions"), as those of
-    Spec-Bench do. Raises ValueError with the line's number for a bad line.
+    A line may also have `question_id` or `task_id` (by default its number) and `category` (by default "questions"), as
+    those of Spec-Bench and HumanEval do. SPEED-Bench's categories, which have a `sub_category`, are tasks of their own.
+    Raises ValueError with the line's number for a bad line, and for questions of SPEED-Bench before its preparation.
     """
     questions: dict[int | str, Question] = {}
     for asked in read_conversations(str(path)):
         place, fields = asked.place, asked.fields
-        number, category = fields.get("question_id", asked.line), fields.get("category", CATEGORY)
+        number = fields.get("question_id", fields.get("task_id", asked.line))
+        category = fields.get("category", CATEGORY)
         if isinstance(number, bool) or not isinstance(number, int | str):
             raise ValueError(f"{place}: question_id is a number or a name")
         if number in questions:
             raise ValueError(f"{place}: question_id {number!r} is there twice")
         if not isinstance(category, str) or category in ("", ALL):
             raise ValueError(f"{place}: category is a name, and not {ALL!r}")
-        questions[number] = Question(number, category, asked)
+        if asked.messages[-1]["content"].startswith(MISSING):
+            raise ValueError(f"{place}: the text is missing; give the test.parquet of SPEED-Bench's prepare_data.py")
+        questions[number] = Question(number, SPEED_BENCH * ("sub_category" in fields) + category, asked)
     return list(questions.values())
 
 

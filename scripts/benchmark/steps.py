@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from decode import Proposer, Sampling, Target, stream
 from decode.cuda.graph import CudaGraphPool
 from decode.devices.backend import find_backend
-from draftless_commands.benchmark.methods import clock
+from draftless_commands.benchmark.measurement import clock
 from draftless_commands.shared.results import to_markdown
 from heads import KINDS, LayerConfig
 from proposers import EagleProposer, MergedProposer, NGramProposer

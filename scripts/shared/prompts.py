@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Target
-from training.conversations import Conversation, decode_text, read_conversation, read_lines
+from training.conversations import FORMATS, Conversation, decode_text, read_conversation, read_lines
 from training.rendering import Renderer
 
 
@@ -37,16 +37,29 @@ TEMPLATE_OPTION: dict[str, Any] = {
 def read_conversations(path: str) -> list[Conversation]:
     """The conversations to be answered in a file.
 
-    A .jsonl file has one JSON object per line, in the formats of docs/training.md; answers after the last question are
-    left out. Any other file, or "-" for standard input, is one prompt, without the line break at its end.
+    A .jsonl file has one JSON object per line, in the formats of docs/training.md, or with "question" for "prompt", as
+    GSM8K's; answers after the last question are left out. A .parquet file has the same in its rows. Any other file, or
+    "-" for standard input, is one prompt, without the line break at its end.
     Raises ValueError with the line's number for a bad line, and OSError for a file that cannot be read.
     """
-    if path.endswith(".jsonl"):
-        rows = read_lines(Path(path))
+    if path.endswith((".jsonl", ".parquet")):
+        rows = read_lines(Path(path)) if path.endswith(".jsonl") else _read_parquet(path)
+        for _, row in rows:
+            if "question" in row and not any(name in row for name in FORMATS):
+                row["prompt"] = row["question"]
         return [replace(read_conversation(row, f"{path}, line {n}", answered=False), line=n) for n, row in rows]
     content = decode_text(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes(), path)
     row = {"prompt": content.removesuffix("\n").removesuffix("\r")}
     return [read_conversation(row, path, answered=False)]
+
+
+def _read_parquet(path: str) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a table with their numbers. Raises ValueError without pyarrow."""
+    try:
+        from pyarrow.parquet import read_table
+    except ImportError as error:
+        raise ValueError(f"{path}: pip install pyarrow reads .parquet files, or give a .jsonl file") from error
+    return [*enumerate(read_table(path).to_pylist(), start=1)]
 
 
 def ask(turns: list[str], place: str) -> Conversation:

@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "own.py").write_text(OWN)
     write_rows(root / "prompts.jsonl", [{"prompt": "x"}])
     write_rows(root / "answers.jsonl", [{"prompt": f"x{n}", "response": "y"} for n in range(20)])
-    write_rows(root / "questions.jsonl", [{"question": "x"}] * 9 + [{"prompt": "x", "response": "y"}])
+    write_rows(root / "questions.jsonl", [{"text": "x"}] * 9 + [{"prompt": "x", "response": "y"}])
     return root
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,8 @@ from draftless_commands import bench
 from draftless_commands.benchmark import files, measurement
 from draftless_commands.benchmark.files import describe_weights, find_commit, name_numbers
 from draftless_commands.benchmark.measurement import trim_loop
-from draftless_commands.benchmark.methods import _load_stock, parse_methods
+from draftless_commands.benchmark.methods import parse_methods
+from draftless_commands.benchmark.peers import load_stock
 from draftless_commands.benchmark.questions import Question, form_groups, load_questions, take_evenly, task_of
 from draftless_commands.benchmark.rows import format_tables, make_rows
 from draftless_commands.shared.options import ModelOptions
@@ -101,6 +103,14 @@ def test_all_methods_give_the_tokens_of_plain_decoding(report: dict[str, Any]) -
     assert sum(rows["ngram"]["parts"].values()) == pytest.approx(1) and rows["hf"]["parts"] is None
     assert set(rows["merged:nodes=8"]["accepted"]) == {"suffix", "recycling", "grammar"}
     assert rows["auto:warm=true"]["accepted"]["stored"] >= 0
+
+
+def test_accepted_lengths_count_the_tokens_of_all_passes_but_the_prompts(report: dict[str, Any]) -> None:
+    for row in report["rows"]:
+        (counts,), rates = row["lengths"].values(), row["acceptance"]["all"]
+        assert sum(counts) == row["steps"] - row["answers"]
+        assert sum((1 + number) * count for number, count in enumerate(counts)) == row["tokens"] - row["answers"]
+        assert rates == sorted(rates, reverse=True) and len(rates) == len(counts) - 1
 
 
 def test_conversations_continue_with_the_answers_of_plain_decoding(
@@ -280,6 +290,7 @@ def test_rows_take_medians_over_repeats() -> None:
     assert list(rows) == ["mt_bench", "rag", "all"]
     row = rows["all"]
     assert (row["tokens"], row["seconds"], row["tau"], row["tokens_per_second"]) == (60, 6.0, 3.0, 10.0)
+    assert row["tau_by_question"] == (30 / 15 + 30 / 5) / 2
     assert row["tau_trimmed"] == (10 + 8 + 30) / (5 + 6 + 5)
     assert (row["loops"], row["identical"]) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
     assert row["nodes_per_step"] == 24 / 20
@@ -379,6 +390,43 @@ def test_questions_come_in_every_format_of_prompts(tmp_path: Path, run: Any, sav
     assert [len(record["turns"]) for record in report["records"]] == [1, 1, 1, 2, 1]
 
 
+LAYOUTS: list[tuple[int | str, str, dict[str, Any]]] = [  # the question's id and category, and its line
+    (241, "rag", {"question_id": 241, "category": "rag", "turns": ["?"]}),  # Spec-Bench
+    (101, "math", {"question_id": 101, "category": "math", "turns": ["1+1?", "Why?"], "reference": ["2", ""]}),
+    ("HumanEval/0", "questions", {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": ""}),
+    (1, "questions", {"question": "How many?", "answer": "So 2.\n#### 2"}),  # GSM8K
+    ("9f", "speed_bench_math", {"question_id": "9f", "category": "math", "sub_category": "a", "turns": ["?", "Why?"]}),
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_questions_of_published_files(
+    layout: tuple[int | str, str, dict[str, Any]], suffix: str, tmp_path: Path
+) -> None:
+    *named, row = layout
+    file = tmp_path / f"questions.{suffix}"
+    if suffix == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        write_rows(file, [row])
+    (read,) = load_questions(file)
+    assert [read.id, read.category] == named
+    turns = row.get("turns") or [row.get("prompt") or row["question"]]
+    assert [read.conversation.messages[0]["content"], *read.conversation.later] == turns
+
+
+def test_speed_bench_without_its_texts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\n{question}"
+    row = {"question_id": "9f", "category": "math", "sub_category": "x", "turns": [missing]}
+    with pytest.raises(ValueError, match=r"line 1: the text is missing; give the test.parquet of SPEED-Bench's"):
+        load_questions(Path(write_rows(tmp_path / "raw.jsonl", [row])))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ValueError, match=r"pip install pyarrow reads .parquet files, or give a .jsonl file"):
+        load_questions(tmp_path / "some.parquet")
+
+
 def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_room_that_is_left(
     save_model: Callable[..., Path], tmp_path: Path, run_main: Call
 ) -> None:
@@ -400,7 +448,7 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_later_turn_gets_the_ro
 
 def test_peers_of_a_target_that_rounds_are_in_float32(save_model: Callable[..., Path]) -> None:
     folder = str(save_model())
-    stock = _load_stock(Target.load(folder), ModelOptions(folder, dtype="fixed16"), 0.0)
+    stock = load_stock(Target.load(folder), ModelOptions(folder, dtype="fixed16"), 0.0)
     assert stock.dtype == torch.float32
 
 
