@@ -178,6 +178,14 @@ def test_the_costs_of_recurrent_models_are_those_that_were_measured() -> None:
         assert (rate, ratio) == (f"{measured:.1f}", f"{measured / found['text']['plain']:.2f}")
 
 
+def test_the_table_of_two_paths_is_what_was_measured() -> None:
+    found = json.loads((ROOT / "docs" / "results" / "two-leaves.json").read_text(encoding="utf-8"))
+    measured = [found["4 nodes"], found["8 nodes"]]
+    gains = [[f"{each['tau'][1] / each['tau'][0]:.2f}" for each in measured]]
+    gains += [[f"{each[model][0]:.2f}" for each in measured] for model in ("qwen3_5_text", "lfm2")]
+    assert [cells for _, *cells in read_table("docs/recurrent.md", "| two paths, relative to one |")] == gains
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "results").glob("*.json")), ids=lambda file: file.stem)
 def test_results_name_their_commit(file: Path) -> None:
     report = json.loads(file.read_text(encoding="utf-8"))
