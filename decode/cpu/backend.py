@@ -21,6 +21,7 @@ from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.compiled_module import Compiled, compile_module
 from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
+from decode.cpu.packed_experts import pack_experts
 from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, has_bfloat16_products, pack_layers
 from decode.cpu.quantized_weights import round_layers, store_quantized_layers
 from decode.devices.backend import Backend
@@ -109,6 +110,7 @@ class CpuBackend(Backend):
             store_quantized_layers(model)
         if mode == "compiled":
             _check_compilable(model)
+        pack_experts(model)
         pack_layers(model)
         _release_memory()
 
@@ -127,6 +129,7 @@ class CpuBackend(Backend):
     def pack_drafter(self, module: nn.Module) -> None:
         if load_native_ops() is None:
             round_layers(module)
+        pack_experts(module)
         pack_layers(module, has_adapters=False)
         _round_inputs(module)
 

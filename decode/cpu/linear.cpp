@@ -8,6 +8,8 @@
 // CHUNK bytes each, so that these weights stay in the L1 cache. More blocks go over the panel again, from the L2 cache.
 // Each fetches its share of what is next meanwhile: memory and arithmetic overlap. A thread may end within a panel: it
 // takes some of the rows there, so that all threads have as much to do with few panels.
+// The weights of a mixture's experts are one packed layer. Its input rows come sorted by expert, and each meets the
+// weights of its expert alone.
 // Every row is summed in the same order, however many rows there are, so its result does not depend on the others.
 
 #include <torch/csrc/stable/library.h>
@@ -31,6 +33,7 @@ constexpr int64_t LINE = 64;  // bytes of a cache line
 constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step makes compilers spill sums
 constexpr int64_t CHUNK = 6 << 10, FEW = 4;   // bytes of a panel, and the blocks that take turns after each chunk
 constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
+constexpr int64_t READING = 8;                // rows whose products take as long as reading a panel
 constexpr int64_t ROUNDED = 8;                // rows of inputs that a thread brings to fixed point at least
 
 // Calls `block.template operator()<Form>()`. forms: ggml's numbers, and ours from 100 on. Forms in groups and float16
@@ -91,7 +94,8 @@ struct Layer {
   const uint8_t* packed;  // of this weight
   const Number* bias;     // of its outputs
   Number* outputs;        // the first one of this weight
-  int64_t rows, size, count, stride;  // input rows, inputs, outputs of this weight and of the layer
+  int64_t rows, all;            // input rows of this weight, and of all experts
+  int64_t size, count, stride;  // inputs, outputs of this weight and of a row
 
   // Adds `length` units, from `unit` on, to the sums of R rows. Meanwhile `lines` of what is next are fetched.
   template <int R>
@@ -162,15 +166,15 @@ struct Layer {
     }
   }
 
-  // The same for the inputs in fixed point: groups [inputs / GROUP, rows].
+  // The same for the inputs in fixed point: groups [inputs / GROUP, all], from the first row of this weight on.
   template <int D>
   void run_blocks(int64_t panel, int64_t first, int64_t number, const Group<D>* groups) const {
     const int64_t steps = size / T::STEP;
     alignas(LINE) float sums[FEW * ROWS * PANEL];
     std::fill(sums, sums + number * PANEL, 0.0f);
     const uint8_t* weights = packed + panel * steps * T::BYTES;
-    for (int64_t unit = 0; unit < steps; ++unit, weights += T::BYTES, groups += T::GROUPS * rows)
-      T::add(weights, groups + first, rows, number, sums);
+    for (int64_t unit = 0; unit < steps; ++unit, weights += T::BYTES, groups += T::GROUPS * all)
+      T::add(weights, groups + first, all, number, sums);
     write_block(panel, first, number, sums);
   }
 
@@ -213,56 +217,94 @@ std::vector<Group<D>> to_groups(const float* inputs, int64_t rows, int64_t size)
   return groups;
 }
 
+// A weight and its rows of the input: from the first one on. done: outputs of earlier weights; column: its first one.
+struct Task {
+  Part part;
+  int64_t first, rows, done, column;
+
+  int64_t work() const { return panels_of(part.outputs) * (READING + rows); }
+};
+
+// What there is to compute. ends: after the last input row of each expert, whose weights follow each other.
+std::vector<Task> list_tasks(const Layout& layout, const std::vector<int64_t>& ends) {
+  const size_t each = layout.parts.size() / ends.size();
+  STD_TORCH_CHECK(each * ends.size() == layout.parts.size(), "experts must have the same number of weights");
+  const int64_t outputs = layout.outputs / (int64_t)ends.size();
+  std::vector<Task> tasks;
+  int64_t done = 0;
+  for (size_t i = 0; i < layout.parts.size(); done += layout.parts[i++].outputs) {
+    const int64_t first = i < each ? 0 : ends[i / each - 1], rows = ends[i / each] - first;
+    STD_TORCH_CHECK(rows >= 0, "input rows must be sorted by expert");
+    if (rows) tasks.push_back({layout.parts[i], first, rows, done, done % outputs});
+  }
+  return tasks;
+}
+
 template <class Number, int D>
-void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>& bias, Tensor& output) {
+void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>& bias, const std::vector<int64_t>& ends,
+         Tensor& output) {
   const Number* inputs = reinterpret_cast<const Number*>(input.const_data_ptr());
   const Number* biases = bias ? reinterpret_cast<const Number*>(bias->const_data_ptr()) : nullptr;
   Number* outputs = reinterpret_cast<Number*>(output.mutable_data_ptr());
-  const int64_t rows = layout.inputs ? input.numel() / layout.inputs : 0;
+  const int64_t rows = ends.back(), size = layout.inputs, stride = layout.outputs / (int64_t)ends.size();
+  const std::vector<Task> tasks = list_tasks(layout, ends);
   std::vector<float> totals;
   std::vector<Group<D>> groups;
-  for (const Part& part : layout.parts)
-    with_form<Number>(part.form, [&]<class T>() {
+  int64_t work = 0;
+  for (const Task& task : tasks)
+    with_form<Number>(task.part.form, [&]<class T>() {
+      work += task.work();
       if constexpr (T::IN_FIXED_POINT && D > 0) {
-        if (groups.empty()) groups = to_groups<D>(inputs, rows, layout.inputs);
+        if (groups.empty()) groups = to_groups<D>(inputs, rows, size);
       } else if (T::HAS_MINIMUM && totals.empty()) {
-        totals = add_up(inputs, rows, layout.inputs);
+        totals = add_up(inputs, rows, size);
       }
     });
-  torch::stable::parallel_for(0, layout.panels * rows, 1, [&](int64_t first, int64_t last) {
-    int64_t before = 0, done = 0;  // panels' rows and outputs of earlier weights
-    for (const Part& part : layout.parts) {
-      const int64_t number = panels_of(part.outputs) * rows;
-      const int64_t begin = std::max(first, before), end = std::min(last, before + number);
+  torch::stable::parallel_for(0, work, 1, [&](int64_t first, int64_t last) {
+    int64_t before = 0;  // work of earlier weights
+    for (const Task& task : tasks) {
+      const int64_t begin = std::max(first, before) - before, end = std::min(last, before + task.work()) - before;
       if (begin < end)
-        with_form<Number>(part.form, [&]<class T>() {
-          const Number* its_bias = biases ? biases + done : nullptr;
-          const Layer<T> layer{inputs, totals.data(), layout.data + part.offset, its_bias, outputs + done, rows,
-                               layout.inputs, part.outputs, layout.outputs};
-          if constexpr (T::IN_FIXED_POINT && D > 0) layer.run(begin - before, end - before, groups.data());
-          else layer.run(begin - before, end - before);
+        with_form<Number>(task.part.form, [&]<class T>() {
+          const Number* its_bias = biases ? biases + task.done : nullptr;
+          const float* its_totals = totals.empty() ? nullptr : totals.data() + task.first * (size / TOTALS);
+          const Layer<T> layer{inputs + task.first * size, its_totals, layout.data + task.part.offset, its_bias,
+                               outputs + task.first * stride + task.column, task.rows, rows, size, task.part.outputs,
+                               stride};
+          const int64_t from = begin * task.rows / (READING + task.rows), to = end * task.rows / (READING + task.rows);
+          if constexpr (T::IN_FIXED_POINT && D > 0) layer.run(from, to, groups.data() + task.first);
+          else layer.run(from, to);
         });
-      before += number, done += part.outputs;
+      before += task.work();
     }
   });
 }
 
-// input [..., K], bias [N].
-Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t outputs) {
+// input [..., K], bias [N]. ends [E], if the layer holds the weights of E experts: where their rows of the input [S, K]
+// end. Each row then has N / E outputs.
+Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t outputs, std::optional<Tensor> ends) {
   const Layout layout(packed);
   const bool is_float = input.scalar_type() == torch::headeronly::ScalarType::Float;
   STD_TORCH_CHECK(is_float || input.scalar_type() == torch::headeronly::ScalarType::BFloat16,
                   "inputs must be in float32 or bfloat16");
-  STD_TORCH_CHECK(input.dim() && input.size(input.dim() - 1) == layout.inputs && outputs == layout.outputs,
+  const int64_t experts = ends ? ends->numel() : 1;
+  STD_TORCH_CHECK(input.dim() && input.size(input.dim() - 1) == layout.inputs && experts * outputs == layout.outputs,
                   "inputs must have the ", layout.inputs, " columns of the packed weight, and outputs its ",
                   layout.outputs);
+  std::vector<int64_t> last_rows{layout.inputs ? input.numel() / layout.inputs : 0};
+  if (ends) {
+    const Tensor numbers = torch::stable::contiguous(*ends);
+    const int64_t* first = reinterpret_cast<const int64_t*>(numbers.const_data_ptr());
+    STD_TORCH_CHECK(first[experts - 1] == last_rows[0], "each input row must have an expert");
+    last_rows.assign(first, first + experts);
+  }
   input = torch::stable::contiguous(input);
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
   Tensor output = make_empty(input, shape);
-  if (is_float && layout.digits == 2) run<float, 2>(input, layout, bias, output);
-  else if (is_float && layout.digits == 3) run<float, MOST_DIGITS == 3 ? 3 : 0>(input, layout, bias, output);
-  else (is_float ? run<float, 0> : run<uint16_t, 0>)(input, layout, bias, output);
+  if (is_float && layout.digits == 2) run<float, 2>(input, layout, bias, last_rows, output);
+  else if (is_float && layout.digits == 3) run<float, MOST_DIGITS == 3 ? 3 : 0>(input, layout, bias, last_rows, output);
+  else (is_float ? run<float, 0> : run<uint16_t, 0>)(input, layout, bias, last_rows, output);
   return output;
 }
 
@@ -342,14 +384,15 @@ Tensor unpack(Tensor packed, Tensor rows) {
 
 extern "C" AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle input, AtenTensorHandle packed,
                                                           AtenTensorHandle* bias, int64_t outputs,
-                                                          AtenTensorHandle* result) {
+                                                          AtenTensorHandle* ends, AtenTensorHandle* result) {
   return answer(result, [&] {
-    return linear(borrow(input), borrow(packed), bias ? std::optional(borrow(*bias)) : std::nullopt, outputs);
+    return linear(borrow(input), borrow(packed), bias ? std::optional(borrow(*bias)) : std::nullopt, outputs,
+                  ends ? std::optional(borrow(*ends)) : std::nullopt);
   });
 }
 
 STABLE_TORCH_LIBRARY(draftless, m) {
-  m.def("packed_linear(Tensor input, Tensor packed, Tensor? bias, int outputs) -> Tensor");
+  m.def("packed_linear(Tensor input, Tensor packed, Tensor? bias, int outputs, Tensor? ends=None) -> Tensor");
   m.def("pack(Tensor[] weights, int[] forms, Tensor[] orders, int inputs, int digits) -> Tensor");
   m.def("unpack(Tensor packed, Tensor rows) -> Tensor");
 }

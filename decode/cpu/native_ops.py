@@ -35,7 +35,8 @@ STABLE_ABI = "0x020b000000000000"  # of torch 2.11; the library works with all l
 
 HANDLE = "AtenTensorHandle"
 SHIMS = {  # the ops that compiled layers call, and the C functions for them
-    "packed_linear": f"AOTITorchError aoti_torch_cpu_packed_linear({HANDLE}, {HANDLE}, {HANDLE}*, int64_t, {HANDLE}*)",
+    "packed_linear": "AOTITorchError aoti_torch_cpu_packed_linear"
+    f"({HANDLE}, {HANDLE}, {HANDLE}*, int64_t, {HANDLE}*, {HANDLE}*)",
     "tree_attention": "AOTITorchError aoti_torch_cpu_tree_attention"
     f"({HANDLE}, {HANDLE}, {HANDLE}, {HANDLE}, double, {HANDLE}*)",
 }
@@ -106,7 +107,9 @@ def list_forms(packed: Tensor) -> list[tuple[str, int]]:
     return [(names[form], outputs * inputs) for form, outputs in parts]
 
 
-def _fake_linear(inputs: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def _fake_linear(
+    inputs: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, ends: Tensor | None = None
+) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], outputs)
 
 

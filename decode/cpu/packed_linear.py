@@ -106,18 +106,30 @@ class PackedLinear(PackedLayer):
         self._check(linears)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        has_many_rows = _unpacks.get() and inputs.numel() >= MANY_ROWS * self.in_features
-        if has_many_rows and inputs.dtype == self.dtype and (self.dtype == torch.float32 or has_bfloat16_products()):
+        if self.prefers_unpacked(inputs):
             parts = torch.arange(self.out_features).split(max(1, UNPACKED // self.in_features))
             found = torch.cat([nn.functional.linear(inputs, self.rows(part)) for part in parts], dim=-1)
             return found if self.bias is None else found.add_(self.bias)
-        has_gradient = torch.is_grad_enabled() and inputs.requires_grad
-        if inputs.dtype != self.dtype or not self._can_run or has_gradient:
+        if not self.takes(inputs):
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
+        return self.multiply(inputs, self.out_features)
+
+    def multiply(self, inputs: Tensor, outputs: int, ends: Tensor | None = None) -> Tensor:
+        """What the op computes, whose arguments these are."""
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
-        outputs: Tensor = torch.ops.draftless.packed_linear(inputs, self.packed, self.bias, self.out_features)
-        return outputs
+        found: Tensor = torch.ops.draftless.packed_linear(inputs, self.packed, self.bias, outputs, ends)
+        return found
+
+    def takes(self, inputs: Tensor) -> bool:
+        """Whether the op takes these inputs."""
+        has_gradient = torch.is_grad_enabled() and inputs.requires_grad
+        return inputs.dtype == self.dtype and self._can_run and not has_gradient
+
+    def prefers_unpacked(self, inputs: Tensor, experts: int = 1) -> bool:
+        """Whether there are so many rows for each of so many weights that these are to be unpacked."""
+        has_many_rows = _unpacks.get() and inputs.numel() >= MANY_ROWS * self.in_features * experts
+        return has_many_rows and inputs.dtype == self.dtype and (self.dtype == torch.float32 or has_bfloat16_products())
 
     @property
     def digits(self) -> int:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.requests.text import Tokenizer
-from decode.weights.blocks import StoredLayer
+from decode.weights.blocks import StoredExperts, StoredLayer
 
 SAMPLES = 256  # elements of each parameter: reading all of a large model would take a minute
 
@@ -28,15 +28,17 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     before layers are packed. A target keeps it, see `Target.weights_fingerprint`.
     """
 
-    stored = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLayer)}
+    stored: dict[Any, Any] = {layer.weight: layer.stored for layer in model.modules() if isinstance(layer, StoredLayer)}
+    for experts in (layer for layer in model.modules() if isinstance(layer, StoredExperts)):
+        stored |= {experts._parameters[name]: stack for name, stack in experts.stored.items()}
 
     def describe() -> Iterable[bytes]:
         for name, parameter in model.named_parameters():
             yield f"{name}{tuple(parameter.shape)}".encode()
             chosen = torch.arange(0, parameter.numel(), max(1, parameter.numel() // SAMPLES))
             if parameter in stored:
-                numbers = chosen % parameter.shape[1]
-                values = stored[parameter].rows(chosen // parameter.shape[1]).gather(1, numbers[:, None])
+                numbers = chosen % parameter.shape[-1]
+                values = stored[parameter].rows(chosen // parameter.shape[-1]).gather(1, numbers[:, None])
             elif parameter.is_meta:
                 continue
             else:

@@ -42,6 +42,45 @@ class Weight(NamedTuple):
         return values.clone() if order is None else values  # a file's own memory is not given away
 
 
+class WeightStack(NamedTuple):
+    """The matrices of a layer's experts as a checkpoint stores them: of each, the rows of one weight after the other.
+
+    weights: each [E n, bytes of a row], n rows of each of E experts.
+    """
+
+    weights: tuple[Weight, ...]
+    experts: int
+
+    def split(self) -> list[Weight]:
+        """The weights of the first expert, then those of the others."""
+        parts = [[each._replace(data=data) for data in each.data.chunk(self.experts)] for each in self.weights]
+        return [weight for expert in zip(*parts, strict=True) for weight in expert]
+
+    def dense(self) -> Tensor:
+        """All matrices [E, N, K] in float32."""
+        return torch.cat([each.rows().view(self.experts, -1, each.inputs) for each in self.weights], dim=1)
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Some rows in float32: [n, K] for row numbers [n] among those of all experts."""
+        size = len(self.weights[0].data) // self.experts
+        expert, row = numbers // (size * len(self.weights)), numbers % (size * len(self.weights))
+        found = torch.stack([each.rows(expert * size + row % size) for each in self.weights])
+        return found[row // size, torch.arange(len(numbers))]
+
+
+class StoredExperts(nn.Module):
+    """The experts of a layer, as `StoredLayer`. stored: by the names of the module's parameters [E, N, K]."""
+
+    module: Any
+
+    def __init__(self, stored: dict[str, WeightStack], module: nn.Module) -> None:
+        super().__init__()
+        vars(self)["module"] = module
+        self.stored = stored
+        for name in stored:
+            self.register_parameter(name, module._parameters[name])
+
+
 class StoredLayer(nn.Module):
     """A linear layer or an embedding, with its weight as a file stores it. It is only there to be packed or unpacked.
 

@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {  # small models, and what makes them smalle
     "mistral window": {"num_hidden_layers": 1},
     "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"num_hidden_layers": 1},
+    "mixtral": {"num_hidden_layers": 1},
 }
 
 

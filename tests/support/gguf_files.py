@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from tests.support.models import VOCABULARY, tiny
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "max_position_embeddings": 256}
 FORMS = (Form.Q8_0, Form.Q4_1)
 TIED = {name: {"tie_word_embeddings": True} for name in ("gemma2", "gemma3_text")}  # ggml knows no others
-RENAMED = {"gemma3_text": "gemma3"}  # where ggml has another name for an architecture than transformers
+RENAMED = {
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+}  # where ggml has another name for an architecture than transformers
 ONE_MORE = ("gemma2", "gemma3", "nemotron")  # the norms' weights in their files
 
 
@@ -70,7 +73,7 @@ def write_model(
     _add_fields(writer, fields)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     matrices = 0
-    for key, parameter in model.named_parameters():
+    for key, parameter in _split_experts(model):
         tensor, stored = parameter.detach(), names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stored.split(".")[-2])
@@ -78,7 +81,7 @@ def write_model(
             tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         if architecture in ONE_MORE and stored.endswith("norm.weight"):
             tensor = tensor + 1
-        if tensor.dim() == 1:
+        if tensor.dim() == 1 or "ffn_gate_inp" in stored:
             writer.add_tensor(stored, tensor.numpy())
             continue
         form = forms[matrices % len(forms)]
@@ -91,6 +94,18 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _split_experts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, but the gates and the other halves of experts apart."""
+    for key, parameter in model.named_parameters():
+        path, _, kind = key.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if parts is None:
+            yield key, parameter
+            continue
+        for part, tensor in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
+            yield f"{path}.{part}.weight", tensor.contiguous()
 
 
 def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -109,6 +124,11 @@ def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_layer_norm_eps(getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", 1e-6)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     tokens = ["<unk>", "<s>", "</s>", "!#", *(chr(code) for code in range(33, 29 + VOCABULARY - 4))][:VOCABULARY]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import transformers
 from filelock import FileLock
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from decode.devices.user_cache import PARTIAL, digest, print_notice, scratch, user_cache
 from decode.weights.gguf.file import GgufFile
@@ -20,7 +21,7 @@ from decode.weights.gguf.tokenizer import Vocabulary, make_tokenizer
 
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"
-FORM = 2  # of what is written; a folder in the cache with another is made again
+FORM = 3  # of what is written; a folder in the cache with another is made again
 
 
 def is_installed(package: str) -> bool:
@@ -69,15 +70,27 @@ def write_description(file: GgufFile, folder: Path) -> None:
     require_gguf()
     vocabulary = Vocabulary(file)
     tokenizer = make_tokenizer(file, vocabulary)  # first: transformers' errors do not name a vocabulary's faults
-    with contextlib.redirect_stderr(io.StringIO()):
-        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    config._name_or_path = ""
+    config = _make_config(file)
     generation = make_generation_config(vocabulary)
     for role in ("bos", "eos", "pad"):  # else a config has its class's default, which the file may lack
         setattr(config, f"{role}_token_id", vocabulary.roles.get("padding" if role == "pad" else role))
     config.save_pretrained(folder)
     generation.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _make_config(file: GgufFile) -> PreTrainedConfig:
+    """That of transformers, which leaves out the size of experts, and reads no OLMoE files."""
+    renamed, values = GGUF_CONFIG_MAPPING["qwen3_moe"], file.fields
+    if file.architecture == "olmoe":
+        found = {name: values[f"olmoe.{key}"] for key, name in renamed.items() if name and f"olmoe.{key}" in values}
+        return AutoConfig.for_model("olmoe", tie_word_embeddings="output.weight" not in file.tensors, **found)
+    with contextlib.redirect_stderr(io.StringIO()):
+        config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    if size := values.get(f"{file.architecture}.expert_feed_forward_length"):
+        config.moe_intermediate_size = size
+    config._name_or_path = ""
+    return config
 
 
 def make_generation_config(vocabulary: Vocabulary) -> GenerationConfig:

@@ -87,10 +87,10 @@ class GgufFile:
         return torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
 
     def weight(self, name: str, order: Tensor | None = None) -> Weight:
-        """A matrix [N, K] as it is stored. order: see `Weight`."""
+        """A matrix [N, K] as it is stored; of a tensor [E, N, K], [E N, K]. order: see `Weight`."""
         stored = self.tensors[name]
         data = self._bytes[stored.begin : stored.begin + stored.size]
-        return Weight(data.view(stored.shape[0], -1), stored.form, stored.shape[1], order)
+        return Weight(data.view(prod(stored.shape[:-1]), -1), stored.form, stored.shape[-1], order)
 
     def plain(self, name: str) -> Tensor:
         """A copy of a tensor that is not in blocks, in float32."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decode.weights.blocks import BLOCKS, StoredLayer
+from decode.weights.blocks import BLOCKS, StoredExperts, StoredLayer, WeightStack
 from decode.weights.gguf.description import describe, is_installed, make_generation_config, require_gguf
 from decode.weights.gguf.file import GgufFile
 from decode.weights.gguf.tokenizer import Vocabulary
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
-IN_BLOCKS = {"llama", "qwen2", "qwen3", "phi3", "starcoder2", "stablelm", *SHIFTED}
+IN_BLOCKS = {"llama", "qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "olmoe", "qwen3moe", *SHIFTED}
+# Parameters of experts, and their parts in files.
+STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 ROTATED = {"llama"}  # rows of a head's queries and keys are stored in pairs
 FREQUENCIES = "rope_freqs.weight"
 
@@ -128,6 +132,10 @@ def unpack_layers(model: PreTrainedModel) -> None:
         if isinstance(layer, StoredLayer):
             layer.module.weight = nn.Parameter(layer.stored.rows())
             model.set_submodule(path, layer.module)
+        elif isinstance(layer, StoredExperts):
+            for name, stack in layer.stored.items():
+                setattr(layer.module, name, nn.Parameter(stack.dense()))
+            model.set_submodule(path, layer.module)
     model.tie_weights()
     model.eval()
 
@@ -150,9 +158,9 @@ def restore_blocks(model: PreTrainedModel) -> None:
         except (OSError, ValueError):
             continue  # another model's, or gone
         for layer, module in list(model.named_modules()):
-            name = names.get(f"{layer}.weight")
-            if name is None or not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
+            if not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
                 continue
+            (name,) = names[f"{layer}.weight"]
             weight: Any = module.weight
             stored = file.weight(name, _find_order(file, name, model.config))
             if weight.shape == file.tensors[name].shape and torch.equal(stored.rows(), weight.detach()):
@@ -171,39 +179,55 @@ def load_in_blocks(file: GgufFile, folder: Path) -> PreTrainedModel | None:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names = _find_names(file, model)
-    stored_in: dict[str, str] = {}  # the paths of layers whose weights stay in blocks
+    stored_in: dict[str, Any] = {}  # the paths of layers whose weights stay in blocks, and the weights
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         path, _, kind = name.rpartition(".")
-        module, stored = model.get_submodule(path), file.tensors[names[name]]
-        if parameter.shape != stored.shape:
-            raise ValueError(
-                f"{names[name]} in {file.path.name} is {stored.shape}; the config asks for {(*parameter.shape,)}"
-            )
+        module, (first, *_) = model.get_submodule(path), names[name]
+        _check_shapes(file, names[name], parameter)
         if kind == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
-            stored_in[path] = names[name]
-        elif stored.form in BLOCKS.values():
-            return None  # a fused or stacked weight
+            stored_in[path] = file.weight(first, _find_order(file, first, config))
+        elif kind in STACKS:
+            stack = WeightStack(tuple(map(file.weight, names[name])), len(parameter))
+            stored_in.setdefault(path, {})[kind] = stack
+        elif file.tensors[first].form in BLOCKS.values():
+            return None  # a fused weight
         else:
-            setattr(module, kind, nn.Parameter(_make_plain(file, names[name], config)))
-    for path, name in stored_in.items():
-        weight = file.weight(name, _find_order(file, name, config))
-        model.set_submodule(path, StoredLayer(weight, model.get_submodule(path)))
+            setattr(module, kind, nn.Parameter(_make_plain(file, first, config)))
+    for path, stored in stored_in.items():
+        form = StoredExperts if isinstance(stored, dict) else StoredLayer
+        model.set_submodule(path, form(stored, model.get_submodule(path)))
     _share_blocks(model)
     return model.eval()
 
 
-def _find_names(file: GgufFile, model: PreTrainedModel) -> dict[str, str]:
-    """The name in the file of each parameter of the model. Raises ValueError for one without, and for others there."""
+def _check_shapes(file: GgufFile, names: Sequence[str], parameter: Tensor) -> None:
+    """Raise ValueError unless these tensors of the file are the parameter, or each its share of an expert's rows."""
+    expected = (*parameter.shape,)
+    if parameter.dim() == 3:
+        expected = expected[0], expected[1] // len(names), expected[2]
+    for name in names:
+        if (found := file.tensors[name].shape) != expected:
+            raise ValueError(f"{name} in {file.path.name} is {found}; the config asks for {expected}")
+
+
+def _find_names(file: GgufFile, model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """The names in the file of each parameter of the model: one, but for the two halves of experts' first matrices.
+
+    Raises ValueError for one without, and for others there.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
     known = get_tensor_name_map(number, model.config.num_hidden_layers)
-    suffixes = ".weight", ".bias"
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names = {name: known.get_name(name, try_suffixes=suffixes) or name for name in parameters}
+    names: dict[str, tuple[str, ...]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path, _, kind = name.rpartition(".")
+        parts = [f"{path}.{part}.weight" for part in STACKS.get(kind, ())] or [name]
+        names[name] = tuple(known.get_name(part, try_suffixes=(".weight", ".bias")) or part for part in parts)
     if model.config.tie_word_embeddings:
         names["lm_head.weight"] = names["model.embed_tokens.weight"]
-    missing, others = {*names.values()} - {*file.tensors}, {*file.tensors} - {*names.values(), FREQUENCIES}
+    used = {*chain.from_iterable(names.values())}
+    missing, others = used - {*file.tensors}, {*file.tensors} - {*used, FREQUENCIES}
     for found, fault in ((missing, "lacks weights of the model"), (others, "has weights that the model does not use")):
         if found:
             raise ValueError(f"{file.path.name} {fault}: {', '.join(sorted(found)[:3])}")

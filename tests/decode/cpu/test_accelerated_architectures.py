@@ -18,9 +18,6 @@ from tests.support.models import needs_compiler, tiny
 
 pytestmark = needs_compiler
 UNCOMPILED = {  # their layers stay packed
-    *("gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),  # experts in all layers
-    # Experts in those layers that attend.
-    *("granitemoehybrid", "kimi_linear", "lara_mini", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next"),
     *("gemma3n_text", "gemma4_text"),  # several states a token; keys that layers share in a dictionary
     *("falcon_h1", "mamba2", "zamba2 unbounded", "zaya"),  # a recurrent state in all layers
 }

@@ -29,6 +29,7 @@ from tests.support.gguf_files import write_model
 from tests.support.models import needs_compiler, tiny
 
 PROMPTS = [[1, *range(5, 40)], [7, 8, 9, 7, 8], [60]]
+FORMS = (Form.Q8_0, Form.Q4_1, Form.Q5_0, Form.F16, Form.Q5_1, Form.BF16, Form.Q4_0, Form.F32)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama tied": {"tie_word_embeddings": True},
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {},
     "nemotron": {},
+    "qwen3_moe": {"moe_intermediate_size": 768, "norm_topk_prob": True},  # nor other experts
 }
 
 
@@ -104,8 +106,7 @@ def test_fixed_costs_are_those_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    forms = (Form.Q8_0, Form.Q4_1, Form.Q5_0, Form.F16, Form.Q5_1, Form.BF16, Form.Q4_0, Form.F32)
-    write_model(name.split()[0], path, forms, **ARCHITECTURES[name])
+    write_model(name.split()[0], path, FORMS, **ARCHITECTURES[name])
     stock = load_stock(path)
     target = Target.load(path, accelerate="packed")
     ids = torch.tensor(PROMPTS[:1])
@@ -123,6 +124,25 @@ def test_text_is_that_of_the_unpacked_model(name: str, tmp_path: Path) -> None:
         answers = generate(target, PROMPTS, proposer, max_new_tokens=16, batch_size=2)
         for prompt, answer, text in zip(PROMPTS, answers, texts, strict=True):
             assert answer.tokens == text[0, len(prompt) :].tolist()
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe"])
+def test_blocks_of_experts_stay_blocks(name: str, tmp_path: Path) -> None:
+    """Gates and the other halves in different forms; transformers reads neither of these files."""
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, "norm_topk_prob": name != "olmoe"}
+    written = write_model(name, tmp_path / "m.gguf", (Form.F32,), **sizes)
+    model = load_model(tmp_path / "m.gguf")[0]
+    assert all(map(torch.equal, model.parameters(), written.parameters()))
+    path = tmp_path / "blocks.gguf"
+    write_model(name, path, FORMS, **sizes)
+    plain, packed = (Target.load(path, accelerate=mode) for mode in ("off", "packed"))
+    file, experts = GgufFile.open(path), packed.model.model.layers[1].mlp.experts
+    stored = [tensor.size for name, tensor in file.tensors.items() if "blk.1.ffn" in name and "exps" in name]
+    assert experts.gate_up.packed.nbytes + experts.down.packed.nbytes <= 1.1 * sum(stored)
+    assert packed.weights_fingerprint == plain.weights_fingerprint
+    texts = [generate(target, PROMPTS, "merged", max_new_tokens=16) for target in (plain, packed)]
+    assert [answer.tokens for answer in texts[0]] == [answer.tokens for answer in texts[1]]
 
 
 @needs_compiler
