@@ -17,15 +17,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from operator import is_
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 ROOT = str(Path(__file__).resolve().parents[2]) + "/"
 CUDA, META = 1, 14  # device types in c10
@@ -45,6 +47,7 @@ MAKES_NOTHING = name_ops("empty empty_like empty_strided new_empty lift_fresh _u
 # The shape of the result depends on data.
 READS_SIZES = name_ops("nonzero masked_select _unique2 unique_dim repeat_interleave")
 HAS_KERNEL = name_ops("scaled_dot_product_attention _fused_rms_norm")  # on a GPU; composed of others on a CPU
+COPIES_DEVICE = aten.to.other, aten.type_as.default  # from a tensor
 INDEXES = name_ops("index index_put_ index_put _index_put_impl_")
 
 
@@ -152,45 +155,69 @@ class SimulatedCuda(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether ops leave torch.compile first, which takes time. Nothing here is compiled."""
+        return False
+
+
+class Traits(NamedTuple):
+    """What is fixed for an op. is_decomposed: it is no kernel, but composed of others."""
+
+    name: str
+    is_decomposed: bool
+    has_device: bool
+    is_launch: bool
+    is_written: bool  # it returns the tensor that it writes to
+
+
+@cache
+def find_traits(func: Any) -> Traits:
+    name, written = func._schema.name, [each.alias_info and each.alias_info.is_write for each in func._schema.returns]
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    devices = any("Device" in str(each.type) for each in func._schema.arguments) or func in COPIES_DEVICE
+    is_view = len(written) > 0 and all(each is False for each in written)
+    is_launch = not is_view and name not in MAKES_NOTHING
+    return Traits(name, composite and name not in HAS_KERNEL, devices, is_launch, bool(written and written[0]))
+
 
 def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op on the CPU and note what it would be on a GPU."""
-    name = func._schema.name
+    traits = find_traits(func)
     pin = kwargs.pop("pin_memory", None)
     device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
     to_cuda = device is not None and device.type == "cuda"
-    from_cuda = any(isinstance(each, CudaTensor) for each in tree_leaves((args, kwargs)))
+    held, named = unwrap(args), unwrap(kwargs)
+    from_cuda = held is not args or named is not kwargs
     if not from_cuda and not to_cuda:
         result = func(*args, **kwargs)
         if pin:
             _pinned[result.untyped_storage().data_ptr()] = result.untyped_storage()
         return result
     if func in (aten._local_scalar_dense.default, aten.equal.default):
-        note(WAIT, name)
-        return func(*tree_map(unwrap, args), **kwargs)
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    if composite and name not in HAS_KERNEL:
+        note(WAIT, traits.name)
+        return func(*held, **named)
+    # Its parts are of no interest where nobody counts or captures them.
+    if traits.is_decomposed and (traits.has_device or _state.log is not None or _state.tape is not None):
         with SimulatedCuda():
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    note_copies(name, args, kwargs, from_cuda, to_cuda, device)
-    if name in READS_SIZES:
-        note(WAIT, name)
-    if name in INDEXES:
-        note_indices(name, args[1])
+    note_copies(traits.name, args, kwargs, from_cuda, to_cuda, device)
+    if traits.name in READS_SIZES:
+        note(WAIT, traits.name)
+    if traits.name in INDEXES:
+        note_indices(traits.name, args[1])
     if device is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    held = tree_map(unwrap, args), tree_map(unwrap, kwargs)
-    result = func(*held[0], **held[1])
-    if not is_view(func) and name not in MAKES_NOTHING:
-        note(LAUNCH, name, tree_leaves((args, kwargs)))
+        named = {**named, "device": torch.device("cpu")}
+    result = func(*held, **named)
+    if traits.is_launch:
+        note(LAUNCH, traits.name, (args, kwargs))
         if _state.tape is not None:
-            _state.tape.append(Call(func, *held, result))
-    if is_written(func):
+            _state.tape.append(Call(func, held, named, result))
+    if traits.is_written:
         return kwargs.get("out", args[0])
-    on_cuda = from_cuda if device is None else to_cuda
-    return tree_map(lambda each: CudaTensor(each) if isinstance(each, Tensor) and on_cuda else each, result)
+    return wrap(result) if (from_cuda and device is None) or to_cuda else result
 
 
 def note_copies(
@@ -223,11 +250,11 @@ def note_indices(name: str, indices: Sequence[Tensor | None]) -> None:
             note(PAGEABLE, f"{name} by a CPU tensor")
 
 
-def note(kind: str, op: str, inputs: Sequence[Any] = ()) -> None:
+def note(kind: str, op: str, inputs: Any = ()) -> None:
     if _state.tape is not None and kind != LAUNCH:
         raise RuntimeError(f"{kind} of {op}: operation not permitted when stream is capturing")
     if _state.log is not None:
-        shapes = tuple(tuple(each.shape) for each in inputs if isinstance(each, Tensor))
+        shapes = tuple(tuple(each.shape) for each in list_tensors(inputs))
         _state.log.append(Event(kind, op, _state.in_target, shapes, find_lines()))
 
 
@@ -243,23 +270,37 @@ def find_lines() -> str:
     return " < ".join(lines)
 
 
-def is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return len(returns) > 0 and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-
-
-def is_written(func: Any) -> bool:
-    """Whether the op returns the tensor that it writes to."""
-    returns = func._schema.returns
-    return len(returns) > 0 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-
-
 def is_pinned(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _pinned
 
 
 def unwrap(value: Any) -> Any:
-    return value.held if isinstance(value, CudaTensor) else value
+    """An op's arguments with CPU tensors for those on the device: the same object where there are none.
+
+    Much faster than `tree_map`.
+    """
+    kind = type(value)
+    if kind is CudaTensor:
+        return value.held
+    if kind is tuple or kind is list:
+        items = kind(map(unwrap, value))
+        return value if all(map(is_, items, value)) else items
+    if kind is dict:
+        items = {key: unwrap(each) for key, each in value.items()}
+        return value if all(map(is_, items.values(), value.values())) else items
+    return value
+
+
+def list_tensors(values: Any) -> list[Tensor]:
+    leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
+    return [each for each in leaves if isinstance(each, Tensor)]
+
+
+def wrap(result: Any) -> Any:
+    """The results of an op, on the device."""
+    if isinstance(result, Tensor):
+        return CudaTensor(result)
+    return type(result)(map(wrap, result)) if type(result) in (tuple, list) else result
 
 
 def to_cuda(module: nn.Module) -> nn.Module:
@@ -314,12 +355,13 @@ class RecordedGraph:
 
     def replay(self) -> None:
         note(LAUNCH, f"{GRAPH} {len(self.calls)}")
-        for call in self.calls:
-            result = call.func(*call.args, **call.kwargs)
-            if not is_written(call.func):  # its result is where it was
-                for before, now in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
-                    if isinstance(before, Tensor):
-                        before.copy_(now)
+        with torch._C._DisableTorchDispatch():  # all tensors of a tape are on the CPU
+            for call in self.calls:
+                result = call.func(*call.args, **call.kwargs)
+                if find_traits(call.func).is_written:  # its result is where it was
+                    continue
+                for before, now in zip(list_tensors(call.result), list_tensors(result), strict=True):
+                    before.copy_(now)
 
 
 @contextmanager
