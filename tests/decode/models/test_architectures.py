@@ -117,15 +117,8 @@ def build_case(name: str) -> Case:
 
 RECURRENT = [" ".join(name.split()) for name in ARCHITECTURES.get("recurrent", "").split(",")]
 USUAL = "oracle", "hydra"  # ways of drafting that every run tries with recurrent models, which are slow on a CPU
-SLOWEST = "kimi_linear"  # a minute of two cores
-
-
-def is_slow(name: str, proposer: str) -> bool:
-    return name == SLOWEST or (name in RECURRENT and proposer not in USUAL)
-
-
 CASES = [
-    pytest.param(name, proposer, marks=[pytest.mark.slow] if is_slow(name, proposer) else [])
+    pytest.param(name, proposer, marks=[pytest.mark.slow] if name in RECURRENT and proposer not in USUAL else [])
     for name in ACCEPTED
     for proposer in PROPOSERS
 ]
