@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
+from functools import cache
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -106,9 +107,16 @@ def make_model(seed: int, dtype: torch.dtype) -> Any:
     return model
 
 
+def make_fresh(model: Any, adapter: str | None = None) -> Target:
+    """A target that is made now. The living one has the self-test."""
+    with patch("decode.target.self_test", lambda target: 0.0):
+        target = Target(model)
+        return target if adapter is None else target.adapt(adapter)
+
+
 def tell_text(model: PreTrainedModel) -> list[int]:
     """The text of a target that is made now, of a deep copy."""
-    return generate(Target(deepcopy(model).eval()), PROMPT, None, **SETTINGS)[0].tokens
+    return generate(make_fresh(deepcopy(model).eval()), PROMPT, None, **SETTINGS)[0].tokens
 
 
 class Living:
@@ -209,15 +217,15 @@ class Asked:
         self.adapter, self.request = adapter, request
         self.parts = list[tuple[int, Any]]()  # from this token on, these weights
 
-    def check(self) -> None:
+    def check(self, make_target: Callable[[Any, str | None], Target]) -> None:
         """Compare the answer with those of fresh engines on deep copies."""
         found = self.request.sequence[len(PROMPT) :]
         ends = [begin for begin, _ in self.parts[1:]] + [len(found)]
         for (begin, copied), end in zip(self.parts, ends, strict=True):
             if end > begin:
-                target = Target(copied) if self.adapter is None else Target(copied).adapt(self.adapter)
                 settings = SETTINGS | {"max_new_tokens": end - begin}
-                assert generate(target, PROMPT + found[:begin], None, **settings)[0].tokens == found[begin:end]
+                answer = generate(make_target(copied, self.adapter), PROMPT + found[:begin], None, **settings)[0]
+                assert answer.tokens == found[begin:end]
 
 
 def follow_change(adapted: Any, target: Target, call: Callable[[], Any]) -> bool:
@@ -276,12 +284,12 @@ def run_engine_schedule(seed: int) -> Counter[str]:
                 break
     with suppress(ValueError):  # the model has another form
         list(engine)
-    ends = Counter[str]()
+    ends, make_target = Counter[str](), cache(make_fresh)
     for each in asked:
         answer = each.request.answer
         assert answer is not None
         assert answer.error is None or re.search(SENTENCE, answer.error), answer.error
-        each.check()
+        each.check(make_target)
         ends[
             answer.finish + ("" if len(each.parts) == 1 or answer.finish != "length" else " under several weights")
         ] += 1
@@ -344,8 +352,8 @@ def test_a_copy_that_failed_to_be_made_is_not_replaced_by_an_old_one(monkeypatch
     living = Living(make_model(6, torch.float32), "packed", "speculate")
     living.answer()
     WAYS["a weight"](living.model)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("decode.cpu.packed_linear._pack", Mock(side_effect=KeyboardInterrupt))
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr("decode.cpu.packed_linear._pack", Mock(side_effect=KeyboardInterrupt))
         living.answer()
     assert living.answer() == tell_text(living.model)
 
@@ -501,8 +509,8 @@ def test_weights_that_a_target_failed_to_follow_are_followed_by_the_next_call(mo
     packing, testing = "decode.cpu.packed_linear._pack", "decode.target.self_test"
     for place, way in ((packing, "a weight"), (packing, "another parameter"), (testing, "another norm")):
         WAYS[way](model)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(place, Mock(side_effect=KeyboardInterrupt))
+        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+            broken.setattr(place, Mock(side_effect=KeyboardInterrupt))
             target.weights_changed()
         target.weights_changed()
         assert generate(target, PROMPT, None, **SETTINGS)[0].tokens == tell_text(model)
