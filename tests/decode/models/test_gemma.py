@@ -10,8 +10,11 @@ import hashlib
 import json
 import re
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,12 +103,25 @@ def place(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.fixture(scope="module")
+def load_once() -> Callable[..., Target]:
+    """`Target.load`, once for each dtype. No passes are measured."""
+    load = Target.load
+    return cache(lambda *names, **given: load(*names, **given | {"deterministic": True}))
+
+
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "eagle3"])
 def test_a_head_is_trained_calibrated_and_checked(
-    place: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    kind: str,
+    load_once: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With defaults a head drafts a part of the vocabulary."""
     out = tmp_path / "head"
+    monkeypatch.setattr(Target, "load", load_once)
     assert train(place, out, "--kind", kind, "--max-steps", "1", "--validation", "1") == 0
     assert "1 of 1 steps" in capsys.readouterr().out
     head = load_head(out)
