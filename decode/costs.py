@@ -34,7 +34,7 @@ STEP = 64  # other contexts are rounded up to its multiples
 MAX_CACHED = 1 << 16  # committed tokens of all rows together while measuring: their keys and values take gigabytes
 MAX_COST = 4.0  # larger sizes than the first above this cost are not timed: few trees gain that much
 SATURATION = 0.9  # unless nodes get cheaper: of the average node's time, what one more takes there at most
-DEAR_NODES, DEAR = 4, 2.5  # a pass over so many nodes at such a cost is worth a notice
+FEW, EXPENSIVE = 4, 2.5  # a pass over so many nodes at such a cost is worth a notice
 ROUNDS, PATIENCE = 5, 2.0  # passes of each size; seconds after which no further round begins
 WARM = 3  # passes of a size up to the first one that counts
 PACKAGE = Path(__file__).parent
@@ -99,7 +99,7 @@ class Costs:
     def _forget(self, target: StockModel) -> None:
         """Forget all curves, those in the user's cache too: they were measured while the machine was busy."""
         for rows, context in self._measured:
-            if (file := curve_file(target, rows, context)) is not None:
+            if context in CONTEXTS and (file := curve_file(target, rows, context)) is not None:
                 file.unlink(missing_ok=True)
         self.steps, self._measured, self._derived = StepTimes(), {}, {}
 
@@ -133,9 +133,9 @@ class Costs:
                     raise
             else:
                 save_curve(file, curve)
-        if curve is not None and curve(DEAR_NODES) > DEAR and rows == 1 and context == CONTEXTS[0]:
-            times = f"a pass over {DEAR_NODES} tokens takes {curve(DEAR_NODES):.1f} times as long as over one"
-            print_notice_once("dear nodes", f"{times} with this model here: short drafts cannot pay, longer ones may")
+        if curve is not None and curve(FEW) > EXPENSIVE and rows == 1 and context == CONTEXTS[0]:
+            times = f"a pass over {FEW} tokens takes {curve(FEW):.1f} times as long as over one"
+            print_notice_once("expensive nodes", f"{times} with this model here: few drafts will be worth their time")
         return curve or self.find(target, rows if context > CONTEXTS[0] else rows // 4, CONTEXTS[0])
 
 
@@ -163,8 +163,8 @@ def measured_contexts(target: StockModel, batch: int) -> list[int]:
 def is_worth_timing(times: Sequence[float]) -> bool:
     """Whether to time a larger size than the last one.
 
-    Nodes of a mixture of experts are dear at first, because each reads experts of its own. They get cheaper when most
-    experts are read: there a large tree can pay where a small one cannot.
+    The first nodes of a mixture of experts are expensive, because each reads experts of its own. They get cheaper when
+    most experts are read: there a large tree can be worth its time where a small one is not.
     """
     if times[-1] <= MAX_COST * times[0]:
         return True

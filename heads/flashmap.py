@@ -107,7 +107,7 @@ class FlashMapHead(VocabularyHead):
         noise = torch.zeros(DRAWS, embeddings.shape[1], dtype=wide, device=embeddings.device)
         for rows in embeddings.split(1 << 14):
             noise += torch.randn(DRAWS, len(rows), generator=generator).to(noise) @ rows.to(wide)
-        self.starts = self.start(embeddings.to(wide).mean(dim=0), noise)
+        self.starts = self.start(embeddings.mean(dim=0, dtype=wide), noise)
 
     def start(self, mean: Tensor, noise: Tensor) -> Tensor:
         """What the layers begin with [..., W], by x E [..., H]. mean [H]: of E, as before any token is known."""

@@ -114,7 +114,11 @@ def copy_layer(layer: Any, config: Mapping[str, Any], below: Tensor, above: Tens
     config: of its model. below, above: the states [1, N, H] of a text before and after it.
     """
     try:
-        tensors, window = _read_tensors(layer, below), getattr(layer.self_attn, "sliding_window", None)
+        tensors, every = (
+            _read_tensors(layer, below),
+            None if config.get("layer_types") else config.get("sliding_window"),
+        )
+        window = getattr(layer.self_attn, "sliding_window", every)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         sizes = replace(read_layer(shapes, "", {**config, "layer_types": None}), window=window)
         below, above = below[:, :window], above[:, :window]  # these tokens see all before them

@@ -235,7 +235,7 @@ std::vector<Task> list_tasks(const Layout& layout, const std::vector<int64_t>& e
   for (size_t i = 0; i < layout.parts.size(); done += layout.parts[i++].outputs) {
     const int64_t first = i < each ? 0 : ends[i / each - 1], rows = ends[i / each] - first;
     STD_TORCH_CHECK(rows >= 0, "input rows must be sorted by expert");
-    if (rows) tasks.push_back({layout.parts[i], first, rows, done, done % outputs});
+    if (rows && outputs) tasks.push_back({layout.parts[i], first, rows, done, done % outputs});
   }
   return tasks;
 }

@@ -6,7 +6,7 @@ Shapes: N outputs, K inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from decode.weights.blocks import StoredLayer
+from decode.weights.blocks import StoredExperts, StoredLayer
 
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -77,13 +77,22 @@ def sample(tensor: Tensor) -> Tensor:
 
 def find_bad_weight(module: nn.Module) -> str | None:
     """The name of the first weight with a value that is NaN or infinite; None without one. It reads all weights."""
-    packed = ((f"{name}.weight", layer) for name, layer in module.named_modules() if isinstance(layer, PackedLayer))
-    weights = chain(module.named_parameters(), ((name, layer.dense_weight()) for name, layer in packed))
-    for name, weight in weights:
+    for name, weight in chain(module.named_parameters(), _unpack_weights(module)):
         is_readable = weight.is_floating_point() and not weight.is_meta
         if is_readable and not bool(weight.detach().float().isfinite().all()):
             return name
     return None
+
+
+def _unpack_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights, by name, of layers that hold them in another form."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, PackedLayer):
+            yield f"{name}.weight", layer.dense_weight()
+        elif isinstance(layer, StoredLayer):
+            yield f"{name}.weight", layer.stored.rows()
+        elif isinstance(layer, StoredExperts):
+            yield from ((f"{name}.{kind}", stack.dense()) for kind, stack in layer.stored.items())
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

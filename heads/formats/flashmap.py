@@ -54,11 +54,16 @@ def read_flashmap(tensors: Mapping[str, Tensor], config: ConfigDict, target: Tar
     size, width = extent(shapes, ["state_norm.weight"], 0), extent(shapes, ["hidden_norm.weight"], 0)
     features = read_layer_list(READ, config.get(READ), 1, target.layers)
     check_width(READ, features, 1, extent(shapes, ["fc.weight"], 1), size)
-    heads = int(config["num_attention_heads"])
+    head_dim = extent(shapes, ["layers.0.self_attn.q_norm.weight"], 0)
+    heads = width // head_dim
+    if (told := number(config, "num_attention_heads")) != heads or width % head_dim or head_dim % 2:
+        raise ValueError(
+            f"its config has num_attention_heads: {told}, its layers {width} channels in heads of {head_dim}"
+        )
     layer = LayerConfig(
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        head_dim=width // heads,
+        head_dim=head_dim,
         intermediate_size=extent(shapes, ["layers.0.mlp.fc1.weight"], 0),
         rope_theta=number(config, "rope_theta") or LayerConfig.rope_theta,
         rms_norm_eps=number(config, "qk_norm_eps") or 1e-5,
@@ -78,7 +83,7 @@ def read_flashmap(tensors: Mapping[str, Tensor], config: ConfigDict, target: Tar
         return Layout(head_config, tensors=_fix_times(tensors, head_config, number(config, "time_scale") or 1000.0))
     except KeyError as error:
         raise ValueError(f"missing: {error.args[0]}") from error
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         raise ValueError(f"wrong: its tensors do not fit together ({str(error).partition(chr(10))[0]})") from error
 
 

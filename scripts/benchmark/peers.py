@@ -52,7 +52,7 @@ class OwnMethod(Protocol):
 
 def is_own_method(name: str) -> bool:
     """Whether FILE.py:CLASS is an `OwnMethod`. Raises ValueError as `find_own` does."""
-    return is_own_class(name) and hasattr(find_own(name), "answer")
+    return is_own_class(name) and all(hasattr(find_own(name), member) for member in ("load", "answer"))
 
 
 def check_peer(text: str, options: Mapping[str, Any]) -> None:
@@ -168,9 +168,12 @@ class OtherProgram:
                 found, seconds = clock(lambda: self.own.answer(prompts, max_new_tokens), self.model.device)
             if len(found) != len(prompts) or not all(passes and all(passes) for passes in found):
                 raise ValueError("answer returned no list of tokens for each pass of each prompt")
+            if (most := max(sum(map(len, passes)) for passes in found)) > max_new_tokens:
+                raise ValueError(f"answer returned {most} tokens, where max_new_tokens was {max_new_tokens}")
+            version = str(self.own.version)
         except Exception as error:
             said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
             self.refusal = RefusedError(getattr(self.own, "version", None), said)
             raise self.refusal from error
         added = [[len(tokens) for tokens in passes] for passes in found]
-        return Measured([[*chain(*passes)] for passes in found], added, seconds, version=self.own.version)
+        return Measured([[*chain(*passes)] for passes in found], added, seconds, version=version)

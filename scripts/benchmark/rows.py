@@ -150,7 +150,8 @@ def format_tables(rows: Sequence[Row]) -> str:
     why methods gave no answers.
     """
     labels = shorten([*dict.fromkeys(row["method"] for row in rows)])
-    labels |= {row["method"]: row["version"] for row in rows if row.get("version")}
+    versions = {row["method"]: row["version"] for row in rows if row.get("version")}
+    labels |= {name: each for name, each in versions.items() if [*versions.values()].count(each) == 1}
     rows = [{**row, "method": labels[row["method"]]} for row in rows]
     refused = [row for row in rows if "refused" in row]
     rows = [row for row in rows if "refused" not in row]

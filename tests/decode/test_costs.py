@@ -109,7 +109,7 @@ def test_sizes_are_timed_as_far_as_nodes_get_cheaper(monkeypatch: pytest.MonkeyP
     assert curve.sizes == costs.SIZES and curve(4) > 2.9 and curve(64) < 7.3
 
 
-def test_dear_nodes_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_expensive_nodes_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(user_cache, "_TOLD", set())
     for rise in (0.4, 0.9):
         monkeypatch.setattr(costs, "measure_cost_curve", lambda *_, rise=rise: CostCurve((1, 2), (1.0, 1.0 + rise)))

@@ -58,6 +58,8 @@ def test_a_copied_layer_keeps_its_window() -> None:
         assert copy is not None
         windows[number] = copy.config.window
     assert windows == {0: None, 1: 8}
+    other = Target(tiny("mistral", num_hidden_layers=LAYERS, sliding_window=8), accelerate="off")  # the config has it
+    assert make_head("jump", other, seen, None).window == 8
     assert [make_head("jump", target, seen, None, window=own).window for own in (None, 4)] == [8, 4]
 
 

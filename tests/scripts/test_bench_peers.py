@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,20 @@ class Stops(Steady):
             raise NotImplementedError("too many\\nreally")
         return super().answer(prompts, max_new_tokens)
 
+class Twin(Steady):
+    pass
+
+class Endless(Steady):
+    version = "endless"
+
+    def answer(self, prompts, max_new_tokens):
+        return super().answer(prompts, max_new_tokens + 1)
+
+class Nameless(Steady):
+    @property
+    def version(self):
+        raise AttributeError("no version")
+
 class Missing(Steady):
     version = "missing"
 
@@ -70,16 +85,26 @@ def test_other_programs_stand_in_the_table_and_what_they_refuse_below(
     call: Callable[..., Run], tmp_path: Path, run_main: Call
 ) -> None:
     (tmp_path / "programs.py").write_text(PROGRAMS)
-    names = [f"{tmp_path / 'programs.py'}:{name}" for name in ("Steady", "Stops", "Missing")]
+    programs = "Steady", "Stops", "Missing", "Endless", "Nameless"
+    names = [f"{tmp_path / 'programs.py'}:{name}" for name in programs]
     file = tmp_path / "report.json"
     out = call("--methods", ",".join(["hf", *names]), "--json", file).out
     rows = {row["method"]: row for row in json.loads(file.read_text())["rows"] if row["category"] == "all"}
     steady = rows[names[0]]
     assert (steady["version"], steady["identical"], steady["lengths"]["all"][1]) == ("steady 1.0", 1.0, 3)
     assert steady["tokens"] == rows["hf"]["tokens"] and steady["steps"] == steady["tokens"] - 3
-    assert "| steady 1.0 " in out and "| stops 2.0  |    - |" in out and "really" not in out
+    assert "| steady 1.0 " in out and re.search(r"\| stops 2\.0 +\| +- \|", out) and "really" not in out
     assert "\nstops 2.0: NotImplementedError: too many\nmissing: ModuleNotFoundError: " in out
+    assert "\nendless: ValueError: answer returned 13 tokens, where max_new_tokens was 12\n" in out
+    assert out.count("Nameless: AttributeError: no version") == 1
     assert run_main(bench.main, "--from", file).out == out
+
+
+def test_programs_of_one_version_have_rows_of_their_own(call: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "programs.py").write_text(PROGRAMS)
+    names = [f"{tmp_path / 'programs.py'}:{name}" for name in ("Steady", "Twin")]
+    out = call("--methods", ",".join(names)).out
+    assert out.count("| programs.py:Steady ") == out.count("| programs.py:Twin ") > 0 == out.count("steady 1.0")
 
 
 def test_a_program_answers_batches_and_has_no_options(call: Callable[..., Run], tmp_path: Path) -> None:

@@ -167,6 +167,27 @@ def test_a_model_that_transformers_unpacked_gets_its_blocks_back(tied: bool, tmp
 
 
 @needs_compiler
+def test_a_model_of_another_architecture_stays_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_model, "IN_BLOCKS", ())
+    write_model("llama", tmp_path / "m.gguf")
+    stock = load_stock(tmp_path / "m.gguf")
+    target, weight = Target(stock, accelerate="packed"), stock.model.layers[0].mlp.down_proj.weight
+    assert target.model.model.layers[0].mlp.down_proj.packed.nbytes >= weight.numel() * 2  # not in blocks
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "bad"), [("llama", "ffn_down.weight"), ("qwen3_moe", "ffn_down_exps.weight")])
+def test_a_bad_weight_in_blocks_is_named(name: str, bad: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(name, path, (Form.Q8_0,), intermediate_size=64, moe_intermediate_size=64)
+    begin, data = GgufFile.open(path).tensors[f"blk.1.{bad}"].begin, bytearray(path.read_bytes())
+    data[begin : begin + 2] = struct.pack("<H", 0x7E00)  # the first block's scale is NaN
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"the weight model\.layers\.1\.mlp\.[.a-z_]*down_proj[.a-z]* has values"):
+        Target.load(path, accelerate="packed")
+
+
+@needs_compiler
 def test_an_embedding_is_read_from_the_output_layers_blocks(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "m.gguf", tie_word_embeddings=True)
     model = Target.load(tmp_path / "m.gguf", accelerate="packed").model
