@@ -48,8 +48,9 @@ test-transformers:
 	@$(MAKE) --no-print-directory test-edges VENV=$(VENV)-$(VERSION) PINS= \
 		REQUIREMENTS='-e ".[dev]" $(if $(filter newest,$(VERSION)),,transformers==$(VERSION:oldest=$(OLDEST)))'
 
-EDGES := tests/decode/hf $(addprefix tests/decode/models/test_,architectures.py compatibility.py default_model.py \
-	loading.py transformers_versions.py) $(addprefix tests/heads/test_,jump.py mtp.py written_checkpoint.py) tests/test_docs.py
+EDGES := tests/decode/hf tests/decode/cpu/test_packed_experts.py \
+	$(addprefix tests/decode/models/test_,architectures.py compatibility.py default_model.py loading.py \
+	transformers_versions.py) $(addprefix tests/heads/test_,jump.py mtp.py written_checkpoint.py) tests/test_docs.py
 test-edges: $(STAMP)
 	@found=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("transformers"))'); \
 	[ "$$found" != "$(TRANSFORMERS_PIN)" ] || pinned=", the pinned one, with the newest of all other packages"; \

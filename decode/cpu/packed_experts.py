@@ -31,25 +31,6 @@ class PackedStack(PackedLinear):
         super().__init__(*(split_stack(stack, module.is_transposed) if stored is None else map(_lay, stored.split())))
         self._live = LiveStack(stack, module.is_transposed)
 
-    def forward(self, inputs: Tensor, ends: Tensor | None = None) -> Tensor:
-        """Outputs [S, N] for inputs [S, K]. ends [E]: where the rows of each expert end; None: all rows meet all."""
-        if ends is None:
-            return super().forward(inputs)
-        outputs = self.out_features // len(ends)
-        if not self.takes(inputs) or self.prefers_unpacked(inputs, len(ends)):
-            return self._multiply_unpacked(inputs, ends, outputs)
-        return self.multiply(inputs, outputs, ends)
-
-    def _multiply_unpacked(self, inputs: Tensor, ends: Tensor, outputs: int) -> Tensor:
-        found, begin = inputs.new_empty(len(inputs), outputs), 0
-        for expert, end in enumerate(ends.tolist()):
-            if begin < end:
-                rows = torch.arange(expert * outputs, (expert + 1) * outputs)
-                bias = None if self.bias is None else self.bias[rows]
-                found[begin:end] = nn.functional.linear(inputs[begin:end], self.rows(rows), bias)
-            begin = end
-        return found
-
 
 class LiveStack(LiveWeights):
     """The weights [E, N, K] and biases [E, N] of all experts of a layer."""

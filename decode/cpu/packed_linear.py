@@ -105,31 +105,41 @@ class PackedLinear(PackedLayer):
         self.eval()
         self._check(linears)
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.prefers_unpacked(inputs):
-            parts = torch.arange(self.out_features).split(max(1, UNPACKED // self.in_features))
-            found = torch.cat([nn.functional.linear(inputs, self.rows(part)) for part in parts], dim=-1)
-            return found if self.bias is None else found.add_(self.bias)
-        if not self.takes(inputs):
+    def forward(self, inputs: Tensor, ends: Tensor | None = None) -> Tensor:
+        """Outputs [..., N] for inputs [..., K]. ends [E]: where the rows [S, K] of each of E experts end, whose weights
+        are one below the other; then outputs are [S, N / E]. None: all rows meet all weights."""
+        experts, is_own = 1 if ends is None else len(ends), inputs.dtype == self.dtype
+        has_many_rows = _unpacks.get() and inputs.numel() >= MANY_ROWS * self.in_features * experts
+        if has_many_rows and is_own and (self.dtype == torch.float32 or has_bfloat16_products()):
+            return self._multiply_parts(inputs) if ends is None else self._multiply_experts(inputs, ends)
+        if not is_own or not self._can_run or (torch.is_grad_enabled() and inputs.requires_grad):
+            if ends is not None:
+                return self._multiply_experts(inputs, ends)
             return nn.functional.linear(inputs, self.dense_weight(), self.bias)
-        return self.multiply(inputs, self.out_features)
-
-    def multiply(self, inputs: Tensor, outputs: int, ends: Tensor | None = None) -> Tensor:
-        """What the op computes, whose arguments these are."""
         if self.in_features % 2 and self.dtype == torch.bfloat16:
             inputs = nn.functional.pad(inputs, (0, 1))  # these weights are read in pairs
-        found: Tensor = torch.ops.draftless.packed_linear(inputs, self.packed, self.bias, outputs, ends)
+        outputs: Tensor = torch.ops.draftless.packed_linear(
+            inputs, self.packed, self.bias, self.out_features // experts, ends
+        )
+        return outputs
+
+    def _multiply_parts(self, inputs: Tensor) -> Tensor:
+        """By unpacked weights, a part of the outputs at a time."""
+        parts = torch.arange(self.out_features).split(max(1, UNPACKED // self.in_features))
+        found = torch.cat([nn.functional.linear(inputs, self.rows(part)) for part in parts], dim=-1)
+        return found if self.bias is None else found.add_(self.bias)
+
+    def _multiply_experts(self, inputs: Tensor, ends: Tensor) -> Tensor:
+        """By unpacked weights, an expert at a time."""
+        outputs, begin = self.out_features // len(ends), 0
+        found = inputs.new_empty(len(inputs), outputs)
+        for expert, end in enumerate(ends.tolist()):
+            if begin < end:
+                rows = torch.arange(expert * outputs, (expert + 1) * outputs)
+                bias = None if self.bias is None else self.bias[rows]
+                found[begin:end] = nn.functional.linear(inputs[begin:end], self.rows(rows), bias)
+            begin = end
         return found
-
-    def takes(self, inputs: Tensor) -> bool:
-        """Whether the op takes these inputs."""
-        has_gradient = torch.is_grad_enabled() and inputs.requires_grad
-        return inputs.dtype == self.dtype and self._can_run and not has_gradient
-
-    def prefers_unpacked(self, inputs: Tensor, experts: int = 1) -> bool:
-        """Whether there are so many rows for each of so many weights that these are to be unpacked."""
-        has_many_rows = _unpacks.get() and inputs.numel() >= MANY_ROWS * self.in_features * experts
-        return has_many_rows and inputs.dtype == self.dtype and (self.dtype == torch.float32 or has_bfloat16_products())
 
     @property
     def digits(self) -> int:

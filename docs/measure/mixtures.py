@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from decode import Target, generate
 from decode.costs import fill, random_chain, time_pass
+from docs.measure.recurrent import LINE, repeat_line
 from draftless_commands.benchmark.files import find_commit
 
 CONFIG: dict[str, Any] = {
@@ -37,20 +38,13 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 8300,
 }
 NODES, CONTEXTS, NEW_TOKENS = (1, 2, 4, 8, 16, 32, 64), (256, 2000, 8000), 128
-LINE = range(100, 140)  # the tokens of the line
 
 
 def make_model() -> PreTrainedModel:
-    """As `docs.measure.recurrent.make_target`: the output matrix has a token's embedding as the row of the next one."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmoe", **CONFIG), dtype=torch.bfloat16).float()
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "down_proj")):
-            weight.data *= 1 / 128
-    embeddings = model.get_input_embeddings().weight.data
-    model.get_output_embeddings().weight.data[[*LINE[1:], LINE[0]]] = embeddings[[*LINE]]
-    model.generation_config.eos_token_id = None
+    repeat_line(model, 1 / 128)
     return model.eval()
 
 

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from decode import Session, Target, Tree, generate
@@ -43,22 +43,27 @@ CONTEXT, NODES, NEW_TOKENS = 256, (1, 4, 8), 128
 LINE = range(100, 140)  # the tokens of the line
 
 
-def make_target(dtype: torch.dtype = torch.float32, accelerate: str = "auto") -> Target:
-    """The model with random weights, always the same, that repeats `LINE`.
+def repeat_line(model: PreTrainedModel, small: float) -> None:
+    """Let a model with random weights repeat `LINE`.
 
     What layers add to the embeddings is made small. So the final state is nearly the last token's embedding, and the
     output matrix has it as the row of the next token.
     """
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            weight.data *= small
+    embeddings = model.get_input_embeddings().weight.data
+    model.get_output_embeddings().weight.data[[*LINE[1:], LINE[0]]] = embeddings[[*LINE]]
+    model.generation_config.eos_token_id = None
+
+
+def make_target(dtype: torch.dtype = torch.float32, accelerate: str = "auto") -> Target:
+    """The model with random weights, always the same, that repeats `LINE`."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **CONFIG)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            weight.data *= 0.01
-    embeddings = model.get_input_embeddings().weight.data
-    model.get_output_embeddings().weight.data[[*LINE[1:], LINE[0]]] = embeddings[[*LINE]]
-    model.generation_config.eos_token_id = None
+    repeat_line(model, 0.01)
     return Target(model, accelerate=accelerate)
 
 

@@ -160,9 +160,9 @@ def restore_blocks(model: PreTrainedModel) -> None:
         for layer, module in list(model.named_modules()):
             if not (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
                 continue
-            name, *others = names.get(f"{layer}.weight", ("",))
-            if not name or others:
+            if (found := names.get(f"{layer}.weight")) is None:
                 continue
+            (name,) = found
             weight: Any = module.weight
             stored = file.weight(name, _find_order(file, name, model.config))
             if weight.shape == file.tensors[name].shape and torch.equal(stored.rows(), weight.detach()):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Sampling, Target, generate
-from decode.cpu.native_ops import pack
+from decode.cpu.native_ops import load_native_ops, pack
 from decode.cpu.packed_experts import PackedExperts, PackedRouter, pack_experts
 from decode.cpu.packed_linear import expecting_many_rows
 from decode.prefill import read_texts
@@ -25,6 +25,12 @@ pytestmark = needs_compiler
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]  # the last one's are transposed, with biases
 ROUTERS = "gate.weight", "router.weight"
 PROMPTS = [[5, 6, 7, 5, 6, 7, 8, 9, 10, 11, 12], [3], [7, 8, 9] * 6]
+
+
+@pytest.fixture(autouse=True)
+def ops() -> None:
+    """Whatever test is the first one of its process."""
+    assert load_native_ops() is None
 
 
 def experts_of(model: nn.Module) -> list[Any]:
