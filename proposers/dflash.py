@@ -57,7 +57,8 @@ class FlashMapProposer(BlockProposer):
         positions = cache.positions(1 + head.depth, anchors.device)
         read = head.read(head.fuse_anchor(anchors), positions[:, :1])
         keys, values = (each.chunk(head.config.layers, dim=1) for each in read)
-        mask = nn.functional.pad(cache.text_mask(anchors.device, anchors.dtype, None, head.depth), (0, 1))[:, None]
+        seen = cache.text_mask(anchors.device, anchors.dtype, cache.window, 1 + head.depth)[:, None, 1:]
+        mask = nn.functional.pad(seen, (0, 1))
 
         def attend(queries: Tensor, layer: int) -> Tensor:
             return cache.attend(queries, keys[layer], values[layer], mask, layer)
@@ -76,17 +77,26 @@ class DFlashProposer(BlockProposer):
         return embed if scale == 1 else lambda tokens: scale * embed(tokens)
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> DFlashDrafter:
-        return DFlashDrafter(self.head, inputs["roots"], self._history.cache, self.embedding(target))
+        cache, embed = self._history.cache, self.embedding(target)
+        return DFlashDrafter(self.head, inputs["roots"], cache, embed, self.head_window)
 
 
 class DFlashDrafter:
-    """Drafts one step after the texts in a cache: blocks that begin with the roots [B], all levels at once."""
+    """Drafts one step after the texts in a cache: blocks that begin with the roots [B], all levels at once.
 
-    def __init__(self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor]) -> None:
+    most: the tokens that layers attend to, even those without a window; None: no limit.
+    """
+
+    def __init__(
+        self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor], most: int | None
+    ) -> None:
         block = embed(head.begin_block(roots))  # [B, R, H]
         count, device = block.shape[1], block.device
         find_sight = head.config.find_sight
-        masks = {sight: make_mask(cache, block, *sight) for sight in map(find_sight, range(head.config.layers))}
+        masks = {
+            (window, causal): make_mask(cache, block, min(filter(None, (window, most)), default=None), causal)
+            for window, causal in map(find_sight, range(head.config.layers))
+        }
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
             return cache.attend(queries, keys, values, masks[find_sight(layer)], layer)

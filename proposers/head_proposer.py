@@ -33,12 +33,13 @@ class HeadProposer(TreeProposer):
     width: how broad a tree is: the paths that are followed at each level, and the next tokens of each path. 1 drafts a
     chain. None takes the method's width.
     nodes, calibration: see `TreeProposer`.
+    head_window: how many tokens the head attends to at most; None: as many as it was trained to.
 
     Raises ValueError for an impossible size, for a calibration of another head, and, in its first step, for a
     head that was trained for another target.
     """
 
-    options: ClassVar[tuple[str, ...]] = ("nodes", "depth", "width")  # of `load_proposer`
+    options: ClassVar[tuple[str, ...]] = ("nodes", "depth", "width", "head_window")  # of `load_proposer`
     levels: ClassVar[int | None] = None  # of a tree at most; None: one for each head
     usual_width: ClassVar[int]
     usual_ranks: ClassVar[int] = RANKS
@@ -53,8 +54,10 @@ class HeadProposer(TreeProposer):
         width: int | None = None,
         nodes: int | None = None,
         calibration: Calibration | None = None,
+        head_window: int | None = None,
     ) -> None:
         self.head: Any = head
+        self.head_window, self.window = head_window, min(filter(None, (head.window, head_window)), default=None)
         heads = self.levels or self.head.config.heads
         self.most_ranks = getattr(head.config, "candidates", 0) or head.vocab_size  # next tokens that a path has
         super().__init__(
@@ -64,6 +67,8 @@ class HeadProposer(TreeProposer):
             nodes=nodes,
             calibration=calibration,
         )
+        if head_window is not None and head_window < self.depth:
+            raise ValueError(f"head_window is {head_window}; a draft of {self.depth} tokens needs at least as many")
         if self.levels is None and self.depth > heads:
             raise ValueError(f"depth is {self.depth}; this head drafts {heads} levels")
         if calibration is not None and self.levels is None and len(calibration.acceptance) != heads:
@@ -72,7 +77,7 @@ class HeadProposer(TreeProposer):
         self.layers = tuple(self.head.features)
         if calibration is not None:
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
-        self._history = FeatureHistory(head.window)
+        self._history = FeatureHistory(self.window)
         # The model whose output matrix the head uses, if it has no own, and what tells the version of its weights.
         self._borrowed_from: tuple[ref[Any], ref[Any], str | None, int] | None = None
         self._graphs = DraftGraphs()
@@ -94,7 +99,7 @@ class HeadProposer(TreeProposer):
 
     def renew(self) -> Self:
         fresh = super().renew()
-        fresh._history, fresh._graphs = FeatureHistory(self.head.window), DraftGraphs()
+        fresh._history, fresh._graphs = FeatureHistory(self.window), DraftGraphs()
         return fresh
 
     def prepare(self, target: Target) -> Self:

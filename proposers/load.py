@@ -59,6 +59,7 @@ def load_proposer(
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
+    head_window: int | None = None,
     sampled: bool = False,
     store: AnswerStore | None = None,
 ) -> Proposer:
@@ -73,15 +74,15 @@ def load_proposer(
     store: finished answers to draft from, see `MergedProposer`.
     draft_proposer: for "draft": what drafts for the draft model (`StagedProposer`): a proposer, or a name or folder as
     `name` is.
-    nodes, depth, width: see `TreeProposer`. sampled: see `DraftProposer`.
+    nodes, depth, width: see `TreeProposer`. head_window: see `HeadProposer`. sampled: see `DraftProposer`.
 
     Raises ValueError as `check_options` does, for a class that is no proposer, and for a head of another kind or for
     another target; TypeError unless `target` is a target.
     """
     check_target(target, name, "load_proposer({}, target)")
-    options = DraftingOptions(head, draft_model, draft_proposer, nodes, depth, width, sampled, store)
+    options = DraftingOptions(head, draft_model, draft_proposer, nodes, depth, width, head_window, sampled, store)
     check_drafting(name, options)
-    shape = options.select(SHAPE)
+    shape = options.select((*SHAPE, "head_window"))
     if is_own_class(name):
         if not issubclass(find_own(str(name)), Kind):
             return load_own(str(name))
@@ -93,7 +94,7 @@ def load_proposer(
     if name in HEAD_PROPOSERS:
         return _load_head_proposer(str(name), find_head(str(name), head) or find_checkpoint(target), target, **shape)
     make, has = TABLE["merged" if name == "auto" else str(name)]
-    given = options.select({*has} - {"head", "draft_model"})
+    given = options.select({*has} - {"head", "draft_model", "head_window"})
     return make(**given, **({"drafter": _load_drafter(str(name), target, options)} if make is MergedProposer else {}))
 
 
@@ -104,8 +105,9 @@ def _load_drafter(name: str, target: Target, options: DraftingOptions) -> TreePr
         assert isinstance(drafter, TreeProposer)  # without a proposer of its own
         return drafter
     if options.head is not None:
-        return _load_head_proposer(None, find_head(name, options.head) or find_checkpoint(target), target)
-    return find_pretrained(target) if name == "auto" else None
+        folder = find_head(name, options.head) or find_checkpoint(target)
+        return _load_head_proposer(None, folder, target, head_window=options.head_window)
+    return find_pretrained(target, options.head_window) if name == "auto" else None
 
 
 def find_checkpoint(target: Target) -> Path:
@@ -123,16 +125,17 @@ def find_checkpoint(target: Target) -> Path:
         ) from error
 
 
-def find_pretrained(target: Target) -> HeadProposer | None:
+def find_pretrained(target: Target, head_window: int | None = None) -> HeadProposer | None:
     """A proposer with the pretrained head for this target's weights; None if there is none.
 
     The head is loaded at the first call and kept as long as the model.
     """
-    loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype)
+    loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype, head_window)
     if key not in loaded:
         kind = FASTEST.get(target.weights_fingerprint or "")
-        folder = PRETRAINED / kind if kind else None
-        loaded[key] = _load_head_proposer(kind, folder, target) if folder is not None and folder.is_dir() else None
+        folder = PRETRAINED / (kind or "none")
+        is_there = kind is not None and folder.is_dir()
+        loaded[key] = _load_head_proposer(kind, folder, target, head_window=head_window) if is_there else None
     kept = loaded[key]
     return kept and kept.renew()
 

@@ -39,7 +39,7 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "mtp": MtpProposer,
 }
 SHAPE = "nodes", "depth", "width"
-_MERGED = "head", "draft_model", "store", "nodes"
+_MERGED = "head", "draft_model", "store", "nodes", "head_window"
 TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and their `DraftingOptions`
     "none": (PlainProposer, ()),
     "ngram": (NGramProposer, ()),
@@ -63,6 +63,7 @@ class DraftingOptions:
     nodes: int | None = None
     depth: int | None = None
     width: int | None = None
+    head_window: int | None = None
     sampled: bool = False
     store: AnswerStore | None = None
 
@@ -113,6 +114,9 @@ def check_drafting(name: str | Path, options: DraftingOptions, pretrained: bool 
         raise ValueError("both head and draft_model name a drafter; give one")
     _refuse(kind, given, has)
     _check_sizes(given)
+    has_head = options.head is not None or (name == "auto" and options.draft_model is None)
+    if options.head_window is not None and name in ("merged", "auto") and not has_head:
+        raise ValueError(f"head_window is for a head, and {name} has none here; give head")
     if options.draft_proposer is not None and options.sampled:
         raise ValueError("a draft model with a draft_proposer drafts with the target's noise; leave out sampled")
     if name == "draft" and options.draft_model is None:
@@ -180,7 +184,7 @@ def _explain_unknown(name: str) -> str:
 
 def _check_sizes(given: Mapping[str, Any]) -> None:
     """Raise ValueError for sizes that are no whole numbers from 1 on."""
-    for option in SHAPE:
+    for option in (*SHAPE, "head_window"):
         try:
             if option in given:
                 read_nodes(given[option]) if option == "nodes" else read_count(given[option], option)

@@ -49,6 +49,8 @@ STORE_HELP = """for suffix, merged, auto: draft from the answers in this file to
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
 DRAFT_PROPOSER_HELP = """for draft: what drafts for the draft model, such as ngram or a head's folder (staged drafts)"""
+HEAD_WINDOW_HELP = """tokens that the head attends to at most, for texts longer than those that it was trained on
+(default: as many as in training)"""
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 KIND_HELP = "of a head of your own kind: its class, which is run (docs/training.md)"
@@ -182,6 +184,7 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"for eagle, eagle3, jump, mtp ({WIDTH}), peagle, dflash, flashmap, draft (1): paths per depth",
     )
+    add("--head-window", type=whole, metavar="N", help=HEAD_WINDOW_HELP)
     add("--sampled", action="store_true", help=SAMPLED_HELP)
     add("--store", metavar="FILE", help=STORE_HELP)
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)

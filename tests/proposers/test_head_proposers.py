@@ -95,12 +95,17 @@ def record(proposer: Any, target: Target, prompts: Sequence[list[int]] = PROMPTS
 
 
 class Written:
-    """A head's probabilities after one text: each path is computed from the true features of all committed tokens."""
+    """A head's probabilities after one text: each path is computed from the true features of all committed tokens.
 
-    def __init__(self, target: Target, head: Any, text: Sequence[int], noise: Any = None) -> None:
+    most: `head_window`, which holds in all layers.
+    """
+
+    def __init__(
+        self, target: Target, head: Any, text: Sequence[int], noise: Any = None, most: int | None = None
+    ) -> None:
         _, features = read_texts(target.open(1, head.features), [text[:-1]])
         assert features is not None
-        self.head, self.text, self.noise = head, text, noise
+        self.head, self.text, self.noise, self.most = head, text, noise, most
         self.embed = getattr(head, "embed_tokens", None) or target.model.get_input_embeddings()
         if head.kind == "hydra":
             self.true = head.contextualize(features)
@@ -154,8 +159,10 @@ class Written:
         head, count = self.head, self.true.shape[1]
         keys, values = head.read(self.true, torch.arange(count)[None])
         windowed = self.mask(count + head.rows)[count:]
+        full = windowed.clone() if self.most else torch.zeros_like(windowed)
+        full[:, count:] = 0
         if not head.config.causal:
-            windowed[:, count:] = 0
+            windowed = full
         block = self.embed(torch.tensor([[self.text[-1], *[head.config.mask_token] * (head.rows - 1)]]))
 
         def see_all(queries: Tensor, own_keys: Tensor, own_values: Tensor, layer: int) -> Tensor:
@@ -164,7 +171,7 @@ class Written:
                 for text, own in ((keys, own_keys), (values, own_values))
             )
             seen, weighed = parts
-            mask = torch.zeros(()) if layer in head.config.full_layers else windowed
+            mask = full if layer in head.config.full_layers else windowed
             return (queries @ seen.transpose(2, 3) / 8**0.5 + mask).softmax(dim=-1) @ weighed
 
         states = head(block, count + torch.arange(block.shape[1])[None], see_all)
@@ -178,14 +185,17 @@ class Written:
 
         def see_all(queries: Tensor, layer: int) -> Tensor:
             heads = slice(4 * layer, 4 * layer + 4)
-            return (queries @ keys[:, heads].transpose(2, 3) / 8**0.5).softmax(dim=-1) @ values[:, heads]
+            scores = queries @ keys[:, heads].transpose(2, 3) / 8**0.5
+            return (scores + mask).softmax(dim=-1) @ values[:, heads]
 
+        mask = self.mask(count + 1 + head.depth)[count + 1 :, : count + 1]
         states: Tensor = head(count + 1 + torch.arange(head.depth)[None], see_all)[0]
         return states
 
     def mask(self, count: int) -> Tensor:
         before = torch.arange(count)[:, None] - torch.arange(count)
-        return torch.full((count, count), -1e30).masked_fill_((before >= 0) & (before < (self.head.window or count)), 0)
+        window = self.most or self.head.window or count
+        return torch.full((count, count), -1e30).masked_fill_((before >= 0) & (before < window), 0)
 
     def attend(self, *parts: Tensor, layer: int = 0) -> Tensor:
         return attend(*parts, self.mask(parts[0].shape[2]).double()[None, None])
@@ -265,6 +275,24 @@ def test_a_draft_is_the_tree_without_cache_and_mask(target: Target, kind: str) -
     for text in [*found[:4], *found[4::7]]:
         noise = sampling, row_keys(1, [request_of(text)], [len(text)], proposer.depth, TEXT)
         assert agree(recorder.drafted[text], Written(target, proposer.head, text, noise).grow(proposer, 14)), text
+
+
+SHORTENED = ["eagle", "eagle3 of 2 layers", "peagle", "jump", "mtp", "dflash", "flashmap"]
+SHORTENED += ["dflash with a window in some layers"]
+
+
+@pytest.mark.parametrize("kind", SHORTENED)
+@torch.no_grad()
+def test_a_head_attends_to_as_few_tokens_as_it_is_told(target: Target, kind: str) -> None:
+    shape = {"depth": 3, "width": 4} if kind in EAGLES else {}
+    proposer = make(kind, target, nodes=14, head_window=5, **shape)
+    drafted = record(proposer.renew(), target, max_new_tokens=30).drafted
+    found = [text for text, paths in drafted.items() if len(paths) == 13 and has_room(text)]
+    assert len(found) > 5 and max(map(len, found)) > 20
+    for text in found[::6]:
+        assert agree(drafted[text], Written(target, proposer.head, text, most=5).grow(proposer, 14)), text
+    longest = max(found, key=len)
+    assert not agree(drafted[longest], Written(target, proposer.head, longest).grow(proposer, 14))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

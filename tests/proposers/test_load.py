@@ -214,6 +214,10 @@ BEFORE_LOADING = [
     ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
     ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),
     ("HEADS/hydra", {"store": 1}, "hydra has no option store; it is for suffix, merged, auto"),
+    ("merged", {"head_window": 64}, "head_window is for a head, and merged has none here; give head"),
+    ("auto", {"head_window": 64, "draft_model": "TARGET"}, "head_window is for a head, and auto has none here"),
+    ("medusa", {"head_window": 64}, "medusa has no option head_window; it is for merged, eagle, eagle3, peagle, dflash"),
+    ("HEADS/eagle3", {"head_window": 0}, "head_window is 0; it must be at least 1"),
     ("HEADS/none.py:Mine", {}, "none.py:Mine': there is no such file"),
     ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
     ("HEADS/whole", {}, "cannot load a head from .*whole': it holds none of medusa_lm_head"),
@@ -228,6 +232,7 @@ BEFORE_LOADING = [
     ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
 ]
 WHILE_LOADING = [
+    ("HEADS/eagle3", {"head_window": 3}, "head_window is 3; a draft of 6 tokens needs at least as many"),
     ("HEADS/wide", {}, "hidden size"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),
     ("HEADS/own.py:Blind", {}, "Blind is no proposer: Blind has no layers; write"),
