@@ -40,9 +40,6 @@ WARM = 3  # passes of a size up to the first one that counts
 PACKAGE = Path(__file__).parent
 
 
-LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
-
-
 class Costs:
     """What a target's forward passes cost. Curves are measured when they are first asked for, and kept in the user's
     cache, so that later starts measure nothing.
@@ -100,7 +97,8 @@ class Costs:
         """Forget all curves, those in the user's cache too: they were measured while the machine was busy."""
         for rows, context in self._measured:
             if context in CONTEXTS and (file := curve_file(target, rows, context)) is not None:
-                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.unlink()
         self.steps, self._measured, self._derived = StepTimes(), {}, {}
 
     def _find_fixed(self, target: StockModel, rows: int) -> CostCurve:

@@ -132,14 +132,15 @@ class Engine:
             first = read_whole(noise_id, "noise_id", 0)
             for place, request in enumerate(requests):
                 request.noise_id = first + place
-        self._submit(requests, scheduler)
+        self.submit(requests, scheduler)
         return requests[0] if n is None else requests
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests that `read_requests` has made. Raises as `add` does, before any is added."""
-        self._submit(requests, self.scheduler)
+    def submit(self, requests: Sequence[Request], scheduler: Scheduler | None = None) -> None:
+        """Add requests that `read_requests` has made. scheduler: of their adapter.
 
-    def _submit(self, requests: Sequence[Request], scheduler: Scheduler) -> None:
+        Raises as `add` does, before any is added.
+        """
+        scheduler = scheduler or self.scheduler
         self.target.backend.release_threads()  # another may make the steps
         with self._adding:
             if self._is_closed:
@@ -236,8 +237,11 @@ class Engine:
             try:
                 with torch.inference_mode():  # a step makes hundreds of small calls, which cost less in this mode
                     chunks = self._end_cancelled() if self._has_cancelled else []
-                    if (scheduler := self._find_turn()) is not None:
-                        chunks += scheduler.step()
+                    for adapter, scheduler in self._schedulers.items():
+                        if scheduler.is_busy:  # the others come before it the next time
+                            self._schedulers[adapter] = self._schedulers.pop(adapter)
+                            chunks += scheduler.step()
+                            break
             except BaseException as error:
                 self._end_all(*(("error", error) if isinstance(error, Exception) else ("cancelled",)))
                 raise
@@ -246,14 +250,6 @@ class Engine:
                     if chunk.finish is not None:
                         del self._requests[chunk.request_id]
             return chunks
-
-    def _find_turn(self) -> Scheduler | None:
-        """The next scheduler that has something to do. The others come before it the next time."""
-        for adapter, scheduler in self._schedulers.items():
-            if scheduler.is_busy:
-                self._schedulers[adapter] = self._schedulers.pop(adapter)
-                return scheduler
-        return None
 
     def _end_cancelled(self) -> list[Chunk]:
         """End the requests that were cancelled."""
@@ -274,17 +270,18 @@ class Engine:
     async def step_async(self) -> None:
         """A step in another thread. All that wait at the same time share one, from any event loop."""
         self.target.backend.release_threads()
-        if self._is_closed:  # `close` ends all requests after the step that runs
-            await asyncio.sleep(0.01)
-            return
         with self._adding:
-            if self._task is None or self._task.done():
+            is_closed = self._is_closed
+            if not is_closed and (self._task is None or self._task.done()):
                 task = Future[None]()
                 task.set_running_or_notify_cancel()  # from now on no waiter can cancel it
                 self._thread.submit(self._fulfil, task)
                 self._task = task
-            task = self._task
-        await asyncio.wrap_future(task)
+            running = self._task
+        if is_closed or running is None:  # `close` ends all requests after the step that runs
+            await asyncio.sleep(0.01)
+        else:
+            await asyncio.wrap_future(running)
 
     def _fulfil(self, task: Future[None]) -> None:
         try:

@@ -101,7 +101,10 @@ class KVCache(Cache):
             device = block.keys.device
             if device not in on_device:
                 on_device[device] = moves.to(device)
-            block.move(*on_device[device])
+            source, destination = on_device[device]
+            row = torch.arange(len(source), device=device)[:, None]
+            for states in (block.keys, block.values):  # slots may overlap
+                states[:, row, :, destination] = states[:, row, :, source]
 
     def commit(self, counts: Sequence[int]) -> None:
         """Count each row's first counts[b] nodes, which are in place, as committed."""
@@ -237,12 +240,6 @@ class Block:
         """Move to new memory for so many rows and slots, with the first `filled[b]` slots of each row."""
         self.hold(_enlarge(self.keys, rows, slots, filled), self.values)  # one after the other takes less memory
         self.hold(self.keys, _enlarge(self.values, rows, slots, filled))
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` [B, T] to slots `destination`. They may overlap."""
-        row = torch.arange(len(source), device=source.device)[:, None]
-        for states in (self.keys, self.values):
-            states[:, row, :, destination] = states[:, row, :, source]
 
     def move_rows(self, moves: Sequence[tuple[int, int, int]], used: int) -> None:
         """Copy rows in order, each (source, destination, slots) of them.

@@ -19,7 +19,7 @@ from decode.proposer import Drafting, Proposer, Step, join_rows
 from decode.reading import Reading
 from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs, Seconds, Stats
-from decode.session import Session, Verdict
+from decode.session import Session
 from decode.target import Target
 from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.trees.noise import KEY_NAMES, row_keys
@@ -73,7 +73,10 @@ class Batch:
         sampling = self._find_sampling(requests) if self.target.has_graphs else None
         verdict = self.session.verify(tree, sampling=sampling)
         seconds.lap("target")
-        accepted = self._accept(requests, tree, verdict, upload, allowed)
+        if verdict.packed is not None:
+            accepted = unpack(verdict.packed)
+        else:
+            accepted = self._accept(requests, tree, verdict.logits, upload, allowed)
         seconds.lap("accept")
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
             with self.drafting.checking():
@@ -88,7 +91,7 @@ class Batch:
         if self.drafting.adaptive:
             sizes = accepted.sizes
             nodes = step.given + (sum(sizes) / len(sizes) if self.target.passes_flat else max(sizes))
-            self.target.learn_cost(step.sequences, nodes, seconds.total - seconds.proposer)
+            self.target.learn_cost(step.sequences, nodes, seconds.target + seconds.accept + seconds.rest)
         return chunks
 
     def open(self, rows: int, is_whole: bool, inputs: Any = None) -> Session:
@@ -118,7 +121,7 @@ class Batch:
         tree, noise = Tree.chain([request.sequence[-1:] for request in requests]), Upload(self.target.device)
         noise.add(_list_keys(requests, 1))
         tree, allowed = constrain(tree, [request.constraint for request in requests])
-        accepted = self._accept(requests, tree, Verdict(logits[:, None], None), noise, allowed)
+        accepted = self._accept(requests, tree, logits[:, None], noise, allowed)
         seconds.lap("accept")
         committed, kept = [[*request.sequence] for request in requests], list[int | None]([None] * len(requests))
         joined = Step(self.target, requests, kept, committed, accepted.path, tree, logits[:, None], features)
@@ -212,14 +215,12 @@ class Batch:
         return groups[0][0] if len(groups) == 1 else None
 
     def _accept(
-        self, requests: list[Request], tree: Tree, verdict: Verdict, noise: Upload, allowed: dict[int, Tensor]
+        self, requests: list[Request], tree: Tree, logits: Tensor, noise: Upload, allowed: dict[int, Tensor]
     ) -> Accepted:
         """What is accepted of each row's tree. allowed: by grammars, as `constrain` returns it."""
-        if verdict.packed is not None:
-            return unpack(verdict.packed)
         texts = {request.request_id: request.sequence for request in requests}
         samplings = [request.sampling for request in requests]
-        logits = forbid(verdict.logits, allowed) if allowed else verdict.logits
+        logits = forbid(logits, allowed) if allowed else logits
         return accept_rows(self.rule, tree, logits, samplings, texts, noise)
 
     def _deliver(self, step: Step, accepted: Accepted, seconds: Seconds) -> list[Chunk]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from decode.kv_cache import GROWTH
 from decode.models.stock_model import StockModel
 from decode.recurrent import EVERY
 from decode.session import Session
@@ -88,7 +89,8 @@ def _read_group(
         verdict = session.verify(Tree.chain(parts), only=last)
         session.keep([range(len(part)) for part in parts])
         for row in ending:
-            logits[row] = verdict.logits[row, last.index(len(parts[row]) - 1)]
+            found = verdict.logits[row, last.index(len(parts[row]) - 1)]
+            logits[row] = found.clone() if chunk < longest else found  # flat passes reuse the memory
         if verdict.features is not None:
             part = verdict.features if fuse is None else fuse(verdict.features)
             if begin == 0:  # all at once: joining parts would need twice the memory
@@ -183,7 +185,8 @@ class Prefixes:
             return
         length = text.session.find_beginning(text.row, len(text.tokens))
         text = text if length == len(text.tokens) else text.first(length)
-        if len(text.tokens) < SHORTEST or text.count_bytes(len(text.tokens)) > self.most:
+        slots = -(-text.session.cache.lengths[text.row] // GROWTH) * GROWTH  # as a copy has
+        if len(text.tokens) < SHORTEST or text.count_bytes(slots) > self.most:
             return
         target = text.session.target
         for owner, tokens in [*self._texts]:

@@ -211,6 +211,8 @@ class Drafting:
 
     def __init__(self, proposer: Proposer, target: Target) -> None:
         self.proposer, self.name, self._is_drafting = proposer, type(proposer).__name__, False
+        if (other := _USERS.get(id(proposer))) is not None and other._is_drafting:
+            self._refuse()
         if (begin := find_member(proposer, "begin")) is not None:
             begin(target)
         self.layers, self.adaptive = proposer.layers, find_member(proposer, "adaptive")
@@ -220,8 +222,6 @@ class Drafting:
         if outside := [layer for layer in self.layers if not -last - 1 <= layer <= last]:
             has = f"{self.name}.layers has {outside[0]}"
             raise ValueError(f"{has}; the target's hidden states are 0 to {last}, which is also -1")
-        if (other := _USERS.get(id(proposer))) is not None and other._is_drafting:
-            self._refuse()
         _USERS[id(proposer)] = self
 
     def propose(self, step: Step, budget: int) -> Tree:

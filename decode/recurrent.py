@@ -221,7 +221,6 @@ class States:
         whole = Tree.chain([before + chain for before, chain in zip(self.given, self._chains, strict=True)])
         self._width = whole.width
         if not start:
-            self.forget()
             for layer in self.layers:
                 layer.begin(whole.width == 1)
             self._is_ahead = True

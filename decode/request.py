@@ -111,7 +111,9 @@ class Request:
         pieces: list[str] = []
         for token in (*drafted, bonus):
             if token == NO_TOKEN:
-                self._fail(self._find_error())
+                raised = getattr(self.sampling.processors, "error", None)
+                raised = raised or (self.constraint and self.constraint.find_error())
+                self._fail(raised or FloatingPointError(NO_NUMBERS))
                 break
             try:
                 if self.constraint is not None:
@@ -129,11 +131,6 @@ class Request:
             pieces += self._finish_text()
         self._pieces += pieces
         return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
-
-    def _find_error(self) -> Exception:
-        """Why no token could be chosen."""
-        errors = getattr(self.sampling.processors, "error", None), self.constraint and self.constraint.find_error()
-        return errors[0] or errors[1] or FloatingPointError(NO_NUMBERS)
 
     def _fail(self, error: Exception) -> None:
         self.finish, self.exception = "error", error

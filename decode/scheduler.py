@@ -105,7 +105,8 @@ class Scheduler:
             is_known = self.target.deterministic or find_member(self.proposer, "adaptive")
             usual = self.target.backend.find_fixed_costs(self.target.model)
             cost = self.target.cost_curve() if is_known else CostCurve(*usual)
-            size, slope = cost.sizes[-1], cost(cost.sizes[-1] + 1) - cost(cost.sizes[-1])
+            size = cost.sizes[-1]
+            slope = (cost(2 * size) - cost(size)) / size  # a padded curve is flat up to the next power of two
             more = (PATIENCE - cost(size)) / slope if slope > 0 else inf
             self._part = int(min(max(size + more, LEAST), LONGEST))
         return self._part
@@ -114,27 +115,40 @@ class Scheduler:
         """Read prompts: whole ones if nothing is decoded, else a part of the next ones."""
         chunks = self._follow_weights(deep=True) if self._reading is None and self._count_free() else []
         most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
-        while left > 0 and (reading := self._reading or self._begin_reading(left, most)):
-            before = reading.tokens
-            chunks += self._read_on(reading)
+        while left > 0 and (requests := self._reading.requests if self._reading else self._take_alike(left, most)):
+            before = self._reading.tokens if self._reading else 0
+            try:
+                reading = self._reading = self._reading or self._begin_reading(requests, most)
+                read, seconds = reading.read_part()
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+                    raise
+                self._reading, left = None, left - 1
+                self._release()
+                chunks += [self.end(request, "error", error) for request in requests]
+                continue
+            assert self._batch is not None
             left -= max(reading.tokens - before, 1)
+            for request in self._batch.requests:  # they have waited for it
+                request.stats.seconds.target += seconds
+            if read is not None:
+                chunks += self._batch.join(reading, read)
+                self._reading = None
+                self._release()
         return chunks
 
     def _count_free(self) -> int:
         """The rows that requests can join."""
         return self.rows - (len(self._batch.requests) if self._batch is not None else 0)
 
-    def _begin_reading(self, left: int, most: int) -> Reading | None:
-        """Begin to read the next prompts, if there are any and rows for them. left, most: see `_take_alike`."""
-        if requests := self._take_alike(left, most):
-            batch = self._batch = self._batch or self._begin_batch()
-            self._reading = Reading(requests, batch.open, batch.find, batch.drafting.fuse, most)
-        return self._reading
-
-    def _begin_batch(self) -> Batch:
-        if find_member(self.proposer, "adaptive"):
-            self.target.warm_up(self.rows)
-        return Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes, self._version)
+    def _begin_reading(self, requests: list[Request], most: int) -> Reading:
+        """Begin to read prompts, with a batch for them if there is none. most: tokens of a part."""
+        if self._batch is None:
+            if find_member(self.proposer, "adaptive"):
+                self.target.warm_up(self.rows)
+            self._batch = Batch(self.target, self.proposer, self.nodes, self._rule, self.prefixes, self._version)
+        batch = self._batch
+        return Reading(requests, batch.open, batch.find, batch.drafting.fuse, most)
 
     def _take_alike(self, left: int, most: int) -> list[Request]:
         """The next waiting request, and others whose prompts have a similar length and fit into a part with it.
@@ -157,26 +171,6 @@ class Scheduler:
             for request in taken:
                 self._waiting.remove(request)
             return taken
-
-    def _read_on(self, reading: Reading) -> list[Chunk]:
-        """Read a part of prompts; their requests join once they are read."""
-        assert self._batch is not None
-        try:
-            read, seconds = reading.read_part()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
-                raise
-            self._reading = None
-            self._release()
-            return [self.end(request, "error", error) for request in reading.requests]
-        for request in self._batch.requests:  # they have waited for it
-            request.stats.seconds.target += seconds
-        if read is None:
-            return []
-        chunks = self._batch.join(reading, read)
-        self._reading = None
-        self._release()
-        return chunks
 
     def _follow_weights(self, deep: bool = False) -> list[Chunk]:
         """If the model's weights have changed, drop what was kept, and end the requests that earlier ones decode.

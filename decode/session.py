@@ -17,7 +17,7 @@ from torch import Tensor
 from decode.devices.transfer import Upload, copy_packed, waits
 from decode.kv_cache import KVCache
 from decode.models.stock_model import StockModel, capture_features
-from decode.recurrent import States
+from decode.recurrent import Replay, States
 from decode.trees.masks import tree_masks
 from decode.trees.sampling import Sampling
 from decode.trees.tree import Tree
@@ -141,37 +141,11 @@ class Session:
 
         Raises ValueError for a tree that is no chain, if the target has states.
         """
-        if self.states is not None:
-            return self._replay(self.states, tree, start, only)
-        return self._compute(tree, start, only, sampling)
-
-    def _replay(self, states: States, tree: Tree, start: int, only: Sequence[int] | None) -> Verdict:
-        """`verify` for chains, whose rows begin with tokens that their states have not seen."""
-        if not tree.is_chain:
-            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
-        self._upload = None  # it lacks the given tokens
-        for row in [] if start else states.list_behind(only_roots=tree.width == 1):
-            self.commit_given(row)
-        replay = states.begin(tree, start, only)
-        verdict = self._compute(replay.tree, replay.start, replay.only)
-        if not start:
-            states.learn()
-        return Verdict(*replay.take(verdict.logits, verdict.features))
-
-    def commit_given(self, row: int) -> None:
-        """Commit the tokens by a pass of their own that a row's states have not seen."""
-        states = self.states
-        assert states is not None
-        inputs = None if self.inputs is None else self.inputs.select([row])
-        part = Session(self.target, 1, states=states.view(row), inputs=inputs)
-        part.verify(Tree.chain([states.given[row]]), only=[0])
-        part.keep([range(len(states.given[row]))])
-        assert part.states is not None
-        states.take_back(row, part.states)
-
-    def _compute(self, tree: Tree, start: int, only: Sequence[int] | None, sampling: Sampling | None = None) -> Verdict:
-        target, count = self.target, tree.width - start
-        upload = self._upload or self.begin_upload()
+        target, states = self.target, self.states
+        replay = None if states is None else self._begin_replay(states, tree, start, only)
+        if replay is not None:
+            tree, start, only = replay.tree, replay.start, replay.only
+        count, upload = tree.width - start, self._upload or self.begin_upload()
         tree = self.place(tree)
         if self._moves is not None:
             self.cache.move(upload["moves"])
@@ -186,13 +160,39 @@ class Session:
         sees_all = target.sees_texts_whole and self.inputs is None
         seen = None if unmasked else target.backend.count_seen(self.cache.lengths) if sees_all else 0
         inputs = self.make_inputs(tree, start, lengths, seen)
-        if target.passes_flat and tree.batch > 1 and not bool((real := tree.real[:, start:]).all()):
+        if target.passes_flat and len(tree.tokens) > 1 and not bool((real := tree.real[:, start:]).all()):
             return self._run_flat(inputs, real, range(count) if only is None else only)
         extra: dict[str, Any] = {} if only is None else {"logits_to_keep": torch.tensor(only, device=target.device)}
         verdict = self.run(inputs | extra)
         if only is not None and verdict.logits.shape[1] != len(only):  # some models ignore `logits_to_keep`
             verdict = replace(verdict, logits=verdict.logits[:, list(only)])
-        return verdict
+        if states is None or replay is None:
+            return verdict
+        if not start:
+            states.learn()
+        return Verdict(*replay.take(verdict.logits, verdict.features))
+
+    def _begin_replay(self, states: States, tree: Tree, start: int, only: Sequence[int] | None) -> Replay:
+        """Prepare a pass over chains, whose rows begin with tokens that their states have not seen."""
+        if not tree.is_chain:
+            raise ValueError(f"{self.target.config.model_type} keeps a recurrent state, so it verifies chains only")
+        self._upload = None  # it lacks the given tokens
+        if not start:
+            states.forget()  # before given tokens are committed
+            for row in states.list_behind(only_roots=tree.width == 1):
+                self.commit_given(row)
+        return states.begin(tree, start, only)
+
+    def commit_given(self, row: int) -> None:
+        """Commit the tokens by a pass of their own that a row's states have not seen."""
+        states = self.states
+        assert states is not None
+        inputs = None if self.inputs is None else self.inputs.select([row])
+        part = Session(self.target, 1, states=states.view(row), inputs=inputs)
+        part.verify(Tree.chain([states.given[row]]), only=[0])
+        part.keep([range(len(states.given[row]))])
+        assert part.states is not None
+        states.take_back(row, part.states)
 
     def run(self, inputs: dict[str, Any]) -> Verdict:
         """The model's forward pass. It writes to the slots that the cache has reserved."""

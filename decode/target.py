@@ -169,7 +169,7 @@ class Target:
             self._follow_base()
             return version
         version = self.watch.look(deep)
-        if self._has_old_copies:
+        if self.watch.changes and self._has_old_copies:
             raise ValueError(
                 "the model's weights have changed, and this target has copies of earlier ones; call "
                 "target.weights_changed() before the next step"
@@ -326,12 +326,11 @@ class Target:
     @property
     def fingerprints(self) -> dict[str, str | None]:
         """Of the weights, the vocabulary and the chat template, as far as they are known, by name."""
-        weights = self.weights_fingerprint
-        return {
-            **({} if weights is None else {"weights": weights}),
-            "vocabulary": fingerprint_vocabulary(self.tokenizer),
-            "template": fingerprint_template(self.tokenizer),
-        }
+        found: dict[str, str | None] = {} if (weights := self.weights_fingerprint) is None else {"weights": weights}
+        if self.tokenizer is None:
+            return found
+        own = {"vocabulary": fingerprint_vocabulary(self.tokenizer), "template": fingerprint_template(self.tokenizer)}
+        return found | own
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -56,15 +56,12 @@ class CpuBackend(Backend):
     compiler, and packs others.
     """
 
+    name = "cpu"
     waits = False
     pass_tokens = 0  # longer passes are not faster
     default_dtype = torch.float32
     attention, attend, top_tokens = ATTENTION, staticmethod(attend), staticmethod(find_top_tokens)
     lacks = ("graphs",)
-
-    @property
-    def name(self) -> str:
-        return "cpu"
 
     @property
     def is_fast_in_bfloat16(self) -> bool:

@@ -160,7 +160,7 @@ class CompiledLayer(StandIn):
 
     def _allocate(self, cache: KVCache) -> bool:
         """Allocate its part of the cache, before the first write. Returns whether that holds keys and values alone."""
-        return (cache.allocated(self.number) or cache.allocate(self.number, *self._stored)) is not None
+        return cache.allocate(self.number, *self._stored) is not None
 
     def _is_forward_of(self, layer: Any) -> bool:
         """Whether nobody has replaced it."""

@@ -81,7 +81,7 @@ class Backend:
 
     def find_graph_fault(self, target: Any) -> str | None:
         """Why steps of a target cannot be graphs; None if they can."""
-        return NEEDS["graphs"]
+        raise NotImplementedError
 
     def open_steps(self, target: Any, rows: int, layers: Sequence[int]) -> Any:
         """What makes the steps of a session, as graphs."""

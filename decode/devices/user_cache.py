@@ -54,8 +54,10 @@ def working_folder() -> Iterator[Path]:
     path = user_cache() / f"{WORK}{os.getpid()}-{next(_numbers)}{PARTIAL}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")) as lock, scratch(path):
-        yield path
-        remove(Path(lock.lock_file))
+        try:
+            yield path
+        finally:
+            remove(Path(lock.lock_file))
 
 
 def remove(path: Path) -> None:

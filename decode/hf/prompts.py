@@ -58,11 +58,6 @@ class Prompts:
         return self.past == 0 and all(each is None for each in special)
 
     @property
-    def placeholders(self) -> int:
-        """The number of placeholders before each row's new tokens."""
-        return int(self.unknown == self.columns)
-
-    @property
     def extra_positions(self) -> int:
         """How much further the positions go than the tokens, in the worst row."""
         last = (self.positions[:, -1] + 1).tolist()
@@ -70,8 +65,8 @@ class Prompts:
 
     def pad(self, row: int, tokens: Sequence[int] | Tensor) -> Tensor:
         """A row's tokens [1, n] as transformers shows them to processors: with padding, without a placeholder."""
-        padding = self.padding[row]
-        shown = torch.as_tensor(tokens, dtype=padding.dtype, device=padding.device)[self.placeholders :]
+        padding, begin = self.padding[row], int(self.unknown == self.columns)  # after a placeholder
+        shown = torch.as_tensor(tokens, dtype=padding.dtype, device=padding.device)[begin:]
         return torch.cat([padding, shown])[None]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,10 +38,6 @@ class Accepted:
     bonus: list[int]  # the token after the path; NO_TOKEN where its logits are no numbers, WRONG_TREE for a wrong tree
     sizes: list[int]  # nodes of the tree
 
-    def select(self, rows: Sequence[int]) -> Accepted:
-        """The same for some rows only."""
-        return Accepted(*([part[row] for row in rows] for part in vars(self).values()))
-
 
 AcceptanceRule: TypeAlias = Callable[[Tree, Tensor, Sampling, Texts, Noise | None], Accepted]
 
@@ -52,15 +48,14 @@ def accept_rows(
     """Accept the trees of rows that each have a sampling of their own. Other arguments as in `accept`."""
     if len(samplings) == 1 or len(groups := group_rows(samplings)) == 1:
         return rule(tree, logits, samplings[0], texts, noise)
-    ids, parts = [*texts], dict[int, Accepted]()
+    ids, parts = [*texts], dict[int, tuple[Any, ...]]()
     for sampling, rows in groups:
         some = {ids[row]: texts[ids[row]] for row in rows}
         index = copy_packed({"rows": torch.tensor(rows)}, logits.device)["rows"]
         keys = {name: noise[name][index] for name in KEY_NAMES.values() if name in noise}
         accepted = rule(tree.select(index), logits[index], sampling, some, keys)
-        parts.update((row, accepted.select([index])) for index, row in enumerate(rows))
-    columns = zip(*(vars(parts[row]).values() for row in range(len(ids))), strict=True)
-    return Accepted(*([each for (each,) in column] for column in columns))
+        parts.update(zip(rows, zip(*vars(accepted).values(), strict=True), strict=True))
+    return Accepted(*map(list, zip(*(parts[row] for row in range(len(ids))), strict=True)))
 
 
 def accept(tree: Tree, logits: Tensor, sampling: Sampling, texts: Texts, noise: Noise | None = None) -> Accepted:

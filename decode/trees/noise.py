@@ -48,7 +48,7 @@ def row_keys(
     In the stream TEXT decision i is the token at position positions[b] + i, in others it is index i at positions[b].
     """
     seeds = [seeds] * len(request_ids) if isinstance(seeds, int) else seeds
-    columns = [each & _MASK for each in seeds], request_ids, positions
+    columns = *([each & _MASK for each in numbers] for numbers in (seeds, request_ids)), positions
     own, ids, places = (np.array(numbers, dtype=np.uint64)[:, None] for numbers in columns)
     steps = np.arange(levels, dtype=np.uint64)
     keyed = key(own, ids, places + steps) if stream == TEXT else key(own, ids, places, stream, steps)

@@ -204,27 +204,24 @@ class Tree:
             )
         rows = zip(self.tokens.tolist(), self.parents.tolist(), self.sizes.tolist(), strict=True)
         for tokens, parents, size in rows:  # fewer operations than on tensors, for trees are small
-            self._check_row(tokens[:size], parents[:size], vocabulary)
+            depths = [0]
+            for node, parent in enumerate(parents[1:size], start=1):
+                if not 0 <= parent < node:
+                    raise ValueError(WRONG_PARENTS)
+                if self.is_chain and parent != node - 1:
+                    raise ValueError(
+                        "a tree with is_chain=True that is no chain; it must be a chain: each node's parent is the "
+                        "node before"
+                    )
+                depths.append(depths[parent] + 1)
+            if max(depths) > self.height:
+                raise ValueError(f"a tree that is deeper than its height of {self.height}; no node may be")
+            if wrong := [token for token in tokens[:size] if not 0 <= token < vocabulary]:
+                raise ValueError(f"draft token {min(wrong)}, which is outside the vocabulary of {vocabulary}")
             if any(parent != -1 for parent in (parents[0], *parents[size:])):
                 raise ValueError(WRONG_PARENTS)
         if roots is not None and (given := self.tokens[:, 0].tolist()) != [*roots]:
             raise ValueError(f"trees with the roots {given}; each must be its row's bonus token, here {[*roots]}")
-
-    def _check_row(self, tokens: list[int], parents: list[int], vocabulary: int) -> None:
-        depths = [0]
-        for node, parent in enumerate(parents[1:], start=1):
-            if not 0 <= parent < node:
-                raise ValueError(WRONG_PARENTS)
-            if self.is_chain and parent != node - 1:
-                raise ValueError(
-                    "a tree with is_chain=True that is no chain; it must be a chain: each node's parent is the node "
-                    "before"
-                )
-            depths.append(depths[parent] + 1)
-        if max(depths) > self.height:
-            raise ValueError(f"a tree that is deeper than its height of {self.height}; no node may be")
-        if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
-            raise ValueError(f"draft token {min(wrong)}, which is outside the vocabulary of {vocabulary}")
 
     def mend(self, roots: Tensor, budget: int, vocabulary: int) -> Tree:
         """The trees with their faults mended, and `wrong` [B] marking the rows that had one. Never synchronizes.

@@ -135,7 +135,7 @@ def merge_layers(
 
 
 class MergedLinear(nn.Module):
-    """Several linear layers as one. The first part called with an input computes the outputs of all parts."""
+    """Several linear layers as one, see `MergedPart`."""
 
     def __init__(self, linears: Sequence[nn.Linear], join: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -143,15 +143,6 @@ class MergedLinear(nn.Module):
         self.sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
         self.eval()
-
-    def compute(self, inputs: Tensor, index: int) -> Tensor:
-        """The output of part `index`."""
-        last_inputs, outputs = self._last  # read once: another thread may run the same model
-        if inputs is not last_inputs:
-            outputs = self.layer(inputs).split(self.sizes, dim=-1)
-        is_last = index == len(self.sizes) - 1  # parts are called in order: free the outputs after the last one
-        self._last = (None, ()) if is_last else (inputs, outputs)
-        return outputs[index]
 
 
 class MergedPart(nn.Module):
@@ -163,7 +154,14 @@ class MergedPart(nn.Module):
         self.eval()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.merged.compute(inputs, self.index)
+        """This part's outputs. The first part that is called with an input computes those of all parts."""
+        merged = self.merged
+        last_inputs, outputs = merged._last  # read once: another thread may run the same model
+        if inputs is not last_inputs:
+            outputs = merged.layer(inputs).split(merged.sizes, dim=-1)
+        is_last = self.index == len(merged.sizes) - 1  # parts are called in order: free the outputs after the last one
+        merged._last = (None, ()) if is_last else (inputs, outputs)
+        return outputs[self.index]
 
     @property
     def weight(self) -> Tensor:

@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate
 from decode.cuda.backend import CudaBackend
+from decode.devices.cost_curve import CostCurve
 from decode.kv_cache import KVLayer
 from decode.session import Session
 from proposers import NGramProposer
@@ -141,6 +142,15 @@ def test_prompts_are_read_in_parts_between_steps(target: Target, monkeypatch: py
 
 def test_a_part_is_as_long_as_the_cost_curve_allows(target: Target) -> None:
     assert 100 < Engine(Target(target.model, deterministic=True), None).scheduler.part < 200  # ten passes of a CPU
+
+
+def test_a_part_is_as_long_on_padded_curves(target: Target) -> None:
+    """A curve of graphs is flat up to the next power of two."""
+    made = Target(target.model, deterministic=CostCurve((1, 64, 256), (1.0, 1.1, 1.5)))
+    expected = Engine(made, None).scheduler.part
+    made.has_graphs = True
+    assert expected == pytest.approx(256 + (10 - 1.5) * 192 / 0.4, rel=0.01)
+    assert Engine(made, None).scheduler.part == pytest.approx(expected, rel=0.1)
 
 
 def test_equal_prompts_are_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +361,30 @@ def test_a_prompt_without_memory_ends_its_request(
     list(engine)
     assert large.answer is not None and large.answer.exception is error
     assert small.answer is not None and len(small.answer.tokens) == 9
+
+
+def test_a_beginning_without_memory_ends_its_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied before a prompt is read."""
+    engine = Engine(target, None)
+    small = engine.add(PROMPTS[0], max_new_tokens=9, stop_ids=[])
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("decode.scheduler.Reading", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+        large = engine.add(PROMPTS[1])
+        engine.step()
+    assert large.answer is not None and large.answer.error == "request 1: OutOfMemoryError: out of memory"
+    last = engine.add(PROMPTS[2], **SETTINGS)
+    list(engine)
+    assert small.answer is not None and len(small.answer.tokens) == 9
+    assert_alone(target, [last], **SETTINGS)
+
+
+def test_a_noise_id_may_be_large(target: Target) -> None:
+    """As those of UUIDs; the lowest 64 bits count."""
+    engine, sampling = Engine(target, None), Sampling(1.0, seed=1)
+    requests = [engine.add(PROMPTS[0], noise_id=each, sampling=sampling, **SETTINGS) for each in (7, (1 << 127) + 7)]
+    list(engine)
+    assert requests[0].sequence == requests[1].sequence
 
 
 def test_a_kv_cache_without_memory_ends_its_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

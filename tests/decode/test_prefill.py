@@ -116,3 +116,18 @@ def test_a_long_prompt_holds_one_passs_features_of_all_layers(monkeypatch: pytes
     with torch.inference_mode():
         _, features = read_texts(target.open(1, proposer.layers), make_prompts((length,)), fuse)
     assert features is not None and features.shape == (1, length, width) and len(parts) == 7
+
+
+@pytest.mark.parametrize("lengths", [(8, 5, 20), (20, 8, 5, 9, 13), (5, 8, 7, 14)])
+def test_texts_that_end_in_different_passes_have_logits_of_their_own(
+    lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat passes reuse the memory of their logits."""
+    monkeypatch.setattr(prefill, "CHUNK", 10)
+    target, prompts = Target(tiny("llama", dtype=torch.float32), accelerate="packed"), make_prompts(lengths)
+    assert target.passes_flat
+    with torch.inference_mode():
+        logits, _ = read_texts(target.open(len(prompts)), prompts)
+    for row, prompt in enumerate(prompts):
+        expected = target.model(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)

@@ -86,6 +86,8 @@ def test_a_working_folder_is_removed_also_after_a_kill(tmp_path: Path, monkeypat
     left.with_suffix(".lock").touch()
     with working_folder() as folder, working_folder() as other:
         assert folder.is_dir() and other.is_dir() and folder != other and not left.exists()
+    with pytest.raises(KeyError), working_folder():
+        raise KeyError
     assert not [*folder.parent.iterdir()]
 
 

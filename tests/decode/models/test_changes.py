@@ -483,6 +483,7 @@ def test_fingerprints_follow_the_weights() -> None:
     step_optimizer(model)
     target.weights_changed()
     assert before != target.weights_fingerprint == Target(model).weights_fingerprint
+    assert target.fingerprints == {"weights": target.weights_fingerprint}  # there is no tokenizer
 
 
 def test_a_packed_head_takes_the_new_output_matrix_of_its_target_alone() -> None:

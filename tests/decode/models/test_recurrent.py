@@ -46,6 +46,22 @@ def test_random_rejections_leave_the_logits_of_one_pass(target: Target) -> None:
         assert row.lengths == [length]
 
 
+def test_given_tokens_survive_a_pass_that_is_not_kept(target: Target) -> None:
+    """Those of rows with many are committed by a pass of their own."""
+    text = torch.randint(3, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(4)).tolist()
+    session = Session(target, 3)
+    session.verify(Tree.chain([row[:6] for row in text]))
+    session.keep([range(6)] * 3)
+    ends = [9, 8, 7]
+    session.verify(Tree.chain([[*row[6:end], 5, 6, 7] for row, end in zip(text, ends, strict=True)]))
+    session.keep([range(end - 6) for end in ends])
+    session.verify(Tree.chain([[5, 6, 7, 8]] * 3))  # and is forgotten
+    logits = session.verify(Tree.chain([[30]] * 3)).logits[:, 0]
+    for row, end in enumerate(ends):
+        plain = target.model(torch.tensor([[*text[row][:end], 30]]), use_cache=False).logits[0, -1]
+        assert torch.allclose(logits[row], plain, atol=1e-3)
+
+
 def test_a_thousand_random_rejections_leave_the_text_of_plain_decoding(target: Target) -> None:
     draw = random.Random(1)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 20))] for _ in range(14)]
