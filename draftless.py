@@ -27,7 +27,7 @@ COMMANDS = {
     "demo": "see it at work: an answer streams in, then methods are compared",
     "bench": "measure proposers on questions, yours too; or forward passes",
     "distill": "write a model's own answers to prompts, to train a head on",
-    "train": "train a Medusa, Hydra, EAGLE or EAGLE-3 head, or a draft model",
+    "train": "train a head of any kind, or a draft model",
     "calibrate": "measure how often a head's or draft model's tokens are accepted",
     "reproduce": "compare a published head's tau with the published one",
     "check": "find out whether vLLM and SGLang serve a head as it was trained",

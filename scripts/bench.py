@@ -40,6 +40,10 @@ TIMED = "llama_bench", "gguf"
 REFUSED = {
     "questions": TIMED,
     "passes": ("methods", "template_option", *METHOD_OPTIONS),
+    "from": (
+        *("template_option", "repeats", "threads", *METHOD_OPTIONS, *TIMED),
+        *("model", "dtype", "device", "device_map", "accelerate"),
+    ),
     "first_hour": ("methods", "template_option", "temperature", "seed", "batch_size", "json", "plot", *TIMED),
 }
 BUILT_IN = Path(__file__).parent / "benchmark" / "questions.jsonl"  # a first look; for a measurement take more
@@ -83,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(argv)
     with failing_clearly(parser):
-        measured = "passes" if args.passes else "questions" if args.first_hour is None else "first_hour"
+        given = {"passes": args.passes, "from": args.report, "first_hour": args.first_hour}
+        measured = next((name for name, value in given.items() if value), "questions")
         for name in REFUSED[measured]:
             if getattr(args, name) != parser.get_default(name):
                 option, what = (each.replace("_", "-") for each in (name, measured))

@@ -114,7 +114,7 @@ def make_parser() -> Parser:
 
 
 def describe(calibration: Calibration, answers: int) -> str:
-    """Tables of the acceptance by rank and head, and of the expected tau by tree size. answers: those drafted along."""
+    """Tables of the acceptance by rank and head, and of the expected tau by tree size. answers: all that were given."""
     acceptance = calibration.acceptance
     ranks = [["rank", *(f"head {number}" for number in range(1, len(acceptance) + 1))]]
     ranks += [[str(rank), *(f"{row[rank]:.1%}" for row in acceptance)] for rank in range(len(acceptance[0]))]

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from decode import Target
 from decode.devices.user_cache import print_notice
@@ -64,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"there is no local folder {args.folder}")
         if args.serve:
             check_engine(args.engine_python)
+        elif args.engine_python != sys.executable:
+            raise ValueError("--engine-python is for --serve")
         if args.card:
             check_card(args.export or args.folder)
         try:
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             check_kind(args, kind)
             report = examine(args, kind)
-        print(json.dumps(to_json(report)) if args.json else report.describe())
+        as_json = asdict(report) | {"tokens": report.tokens, "ok": report.ok}
+        print(json.dumps(as_json) if args.json else report.describe())
     if not report.ok:
         raise SystemExit(1)
 
@@ -126,11 +128,6 @@ def examine(args: Namespace, kind: str) -> Report:
     return report
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """A report as --json prints it."""
-    return asdict(report) | {"tokens": report.tokens, "ok": report.ok}
-
-
 def check_kind(args: Namespace, kind: str) -> None:
     """Raise ValueError for options that are not for a head of this kind, and for a bad place for the copy."""
     if args.out is not None:
@@ -150,11 +147,9 @@ def restore(args: Namespace) -> None:
     """Write a copy of a fine-tuned model's checkpoint with its base's MTP module, as --restore-mtp says."""
     if args.model is None or args.out is None:
         raise ValueError("--restore-mtp needs --model, the fine-tuned checkpoint, and --out, a folder for its copy")
-    if args.serve or args.card or any(each is not None for each in (args.export, args.push_to_hub)):
-        raise ValueError(
-            "--serve, --card, --export and --push-to-hub are for a head, not for --restore-mtp; check the copy "
-            "afterwards"
-        )
+    others = args.serve, args.card, args.json, args.no_decode, args.export, args.push_to_hub
+    if any((*others, args.kind, args.dtype, args.device)):
+        raise ValueError("--restore-mtp takes --model and --out alone; check the copy afterwards")
     check_new_folder(args.out, "--out")
     model, base = (read_checkpoint(fetch_checkpoint(name)) for name in (args.model, args.restore_mtp))
     if model.modules:
@@ -171,6 +166,9 @@ def export(folder: Path, into: Path, target: Target) -> None:
     head, calibration = load_head(folder, vocab_size=target.vocabulary), load_calibration(folder)
     assert isinstance(head, MedusaHead)
     if head.output == "target":
+        if target.output_bias is not None:
+            has = "the output layer has a bias, and those of vLLM's Medusa heads have none"
+            raise ValueError(f"--export: {has}; train the head with --output own")
         head.borrow(target.output_matrix)
     save_head(widen_medusa(head), into)
     (into / FILE).unlink(missing_ok=True)  # of a head that was here before

@@ -19,7 +19,7 @@ from decode.scheduler import WHOLE
 from draftless_commands.distillation.answers_file import AnswersFile
 from draftless_commands.distillation.jobs import Job, answer_jobs, check_temperature, read_jobs
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
-from draftless_commands.shared.options import DEFAULT_MODEL, ModelOptions, add_model_options, load_target
+from draftless_commands.shared.options import DEFAULT_MODEL, ModelOptions, add_model_options, list_heads, load_target
 from draftless_commands.shared.prompts import TEMPLATE_OPTION
 from proposers import check_options, load_proposer
 from training.rendering import Renderer
@@ -45,8 +45,8 @@ conversation.
 Start an interrupted run again, and prompts whose answers are in FILE are not asked again; their settings are in
 FILE.settings.json, with fingerprints of the model's weights, vocabulary and chat template. Of several temperatures
 each prompt gets one, chosen by its id: --temperature 0 0 0.8 makes two thirds greedy. On CPUs with bfloat16
-instructions, the default --dtype is bfloat16. Rounding then depends on the batch, so after an interruption some
-answers can differ (rarely in float32 too).
+instructions, the default --dtype is bfloat16, not float32. Rounding then depends on the batch, so after an
+interruption some answers can differ (rarely in float32 too).
 """
 
 
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         model = choose_dtype(ModelOptions.from_args(args))
         check_options(choose_proposer(args), {}, pretrained=model.may_be_default)
+        model = model.for_heads(list_heads(choose_proposer(args), None))
         check_writable(args.out, "--out")
         for value in args.temperature:
             check_temperature(value, "--temperature")

@@ -15,6 +15,7 @@ from decode.requests.answer import NO_NUMBERS
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
 from draftless_commands.shared.options import (
     DRAFTING,
+    STORE_HELP,
     ModelOptions,
     add_model_options,
     add_proposer_options,
@@ -107,6 +108,7 @@ def make_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer instead of its text")
     add_model_options(parser)
     add_proposer_options(parser)
+    parser.add_argument("--store", metavar="FILE", help=STORE_HELP)
     add, whole = parser.add_argument_group("answers").add_argument, at_least(1)
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from decode import Engine
+from decode.request import NODES
 from draftless_commands.shared.command import Parser, at_least, failing_clearly
 from draftless_commands.shared.options import (
     DRAFTING,
@@ -44,13 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
         model = model.for_heads(list_heads(args.proposer, args.head))
-        if args.store is not None:
-            raise ValueError("--store is not for a server: its answers are not kept in a file; leave it out")
         with listen(args.host, args.port) as place:  # before the model is loaded: the port may be taken
             target = load_target(model)
             if target.tokenizer is None:
                 raise ValueError("the model has no tokenizer; a server needs one")
-            engine = Engine(target, make_proposer(args, target, None), rows=args.rows, kept_bytes=args.kept_bytes)
+            proposer, most = make_proposer(args, target, None), args.nodes or NODES
+            engine = Engine(target, proposer, rows=args.rows, nodes=most, kept_bytes=args.kept_bytes)
             target.warm_up(args.rows)
             api_key = args.api_key or os.environ.get(KEY) or None  # an empty one is none
             run(engine, args.name or model.name, api_key, args.queue, args.grace, place)
@@ -69,6 +69,7 @@ def make_parser() -> Parser:
     add("--grace", type=at_least(0), default=10, metavar="S", help=GRACE_HELP)
     add_model_options(parser)
     add_proposer_options(parser)
+    parser.set_defaults(store=None)  # a server keeps no answers in a file
     return parser
 
 

@@ -66,7 +66,8 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     parts = make_parts(options, target, head, dataset.prompts)
     load_batch = BatchLoader(dataset.examples, parts.teacher)
     if options.plan:
-        print_plan(parts.objective, dataset, options.schedule, load_batch)
+        if accelerator.is_main_process:
+            print_plan(parts.objective, dataset, options.schedule, load_batch)
         return
 
     settings = describe_settings(options, dataset, head)

@@ -27,6 +27,7 @@ import decode.loop
 from decode import Answer, Sampling, Target, generate
 from decode.grammars.grammar import make_matchers
 from draftless_commands.benchmark.files import find_commit
+from draftless_commands.shared.results import INTERVAL, resample
 from proposers import MergedProposer, load_proposer
 
 QUESTION = "Write a JSON document with made-up values for this schema:\n{}"
@@ -132,13 +133,8 @@ def rate(found: list[tuple[int, float]]) -> float:
 
 def describe_ratio(found: Found, name: str) -> str:
     """The speed of a method, of that of plain decoding, with a 95 % bootstrap interval over schemas."""
-    draw, places = random.Random(0), range(len(found[name]))
-    samples = [draw.choices(places, k=len(places)) for _ in range(1000)]
-    ratios = sorted(
-        rate([found[name][each] for each in sample]) / rate([found["plain"][each] for each in sample])
-        for sample in samples
-    )
-    return f"{rate(found[name]) / rate(found['plain']):.2f} [{ratios[25]:.2f}, {ratios[974]:.2f}]"
+    low, high = (resample(found[name]) / resample(found["plain"])).quantile(INTERVAL).tolist()
+    return f"{rate(found[name]) / rate(found['plain']):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def time_masks(target: Target, schemas: list[Any]) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +18,7 @@ from time import perf_counter
 import torch
 
 from decode import Proposer, Target, generate
+from draftless_commands.shared.results import INTERVAL, resample
 from proposers import load_proposer
 
 LLAMA = "llama.cpp"
@@ -82,10 +82,9 @@ def rate(found: list[tuple[int, Times]], name: str, part: int) -> float:
 
 
 def describe_ratio(found: list[tuple[int, Times]], name: str, part: int) -> str:
-    draw = random.Random(0)
-    samples = [draw.choices(found, k=len(found)) for _ in range(1000)]
-    ratios = sorted(rate(sample, name, part) / rate(sample, LLAMA, part) for sample in samples)
-    return f"{rate(found, name, part) / rate(found, LLAMA, part):.2f} [{ratios[25]:.2f}, {ratios[974]:.2f}]"
+    pairs = [(sum(times[LLAMA][part:]), sum(times[name][part:])) for _, times in found]
+    low, high = resample(pairs).quantile(INTERVAL).tolist()
+    return f"{rate(found, name, part) / rate(found, LLAMA, part):.2f} [{low:.2f}, {high:.2f}]"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from draftless_commands.benchmark.measurement import Ask, Measured, Method, Toke
 from draftless_commands.benchmark.peers import PEERS, OtherProgram, check_peer, is_own_method, load_stock, make_peer
 from draftless_commands.shared.options import ModelOptions, load_draft
 from proposers import AnswerStore, MergedProposer, check_options, load_proposer
+from proposers.options import OPTIONS
 
 METHODS_HELP = f"""comma-separated. A proposer as for --proposer, with its options after a colon:
 merged:nodes=16,head=hydra; a class of your own, a proposer or another program: FILE.py:CLASS; transformers'
@@ -71,8 +72,8 @@ def check_method(named: NamedMethod, *, pretrained: bool, batch_size: int, repea
     check_options(named.name, named.options, pretrained=pretrained)
     if "store" in named.options:
         raise ValueError(f"{named.text}: a store is not read here; warm=true keeps answers between questions")
-    if named.warm and named.name not in ("merged", "auto"):
-        raise ValueError(f"{named.text}: warm is for merged and auto, which draft from earlier answers")
+    if named.warm and "store" not in OPTIONS.get(named.name, ()):
+        raise ValueError(f"{named.text}: warm is for suffix, merged and auto, which draft from earlier answers")
     if named.warm and repeats > 1:
         raise ValueError(f"{named.text} would draft from its answer to the same question; give --repeats 1")
 
@@ -119,16 +120,22 @@ def _make_loop(target: Target, model: ModelOptions, temperature: float, named: N
     def begin(is_warm_up: bool) -> Ask:
         used = cold if is_warm_up else kept
         proposer = used.renew() if hasattr(used, "renew") else load()
-        return partial(ask_loop, target, proposer, temperature)
+        return partial(ask_loop, target, proposer, temperature, options.get("nodes"))
 
     return begin
 
 
 def ask_loop(
-    target: Target, proposer: Proposer, temperature: float, prompts: TokenIds, seed: int, max_new_tokens: int
+    target: Target,
+    proposer: Proposer,
+    temperature: float,
+    nodes: int | None,
+    prompts: TokenIds,
+    seed: int,
+    max_new_tokens: int,
 ) -> Measured:
     """Answer the prompts as one batch with the project's loop."""
-    settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens}
+    settings = {"sampling": Sampling(temperature, seed=seed), "max_new_tokens": max_new_tokens, "nodes": nodes}
     before = Counter(getattr(proposer, "accepted_by_source", {}))
     chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
     if isinstance(proposer, MergedProposer):

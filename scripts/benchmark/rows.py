@@ -36,8 +36,8 @@ def make_rows(records: Sequence[Row], differences: Sequence[Row], methods: Seque
     A method that refused a question has one row, without numbers: `refused` is why.
     """
     rows = []
-    found = {method: why for record in records for method, why in record.get("refused", {}).items()}
-    refused = {method: found[method] for method in methods if method in found}
+    reasons = {method: why for record in records for method, why in record.get("refused", {}).items()}
+    refused = {method: reasons[method] for method in methods if method in reasons}
     methods = [method for method in methods if method not in refused]
     for task in [*dict.fromkeys(task_of(record["category"]) for record in records), ALL]:
         chosen = [record for record in records if task in (ALL, task_of(record["category"]))]

@@ -23,7 +23,7 @@ from draftless_commands.checking.rules import (
 from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 from draftless_commands.shared.results import INTERVAL, resample
 from draftless_commands.shared.terminal import show_progress
-from draftless_commands.shared.worth import NODES, Worth, count, describe_tau, find_worth
+from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, Worth, count, describe_tau, find_worth
 from heads.checkpoint import find_kind
 from heads.kinds import get_kind
 from heads.vocabulary import VocabularyHead
@@ -34,7 +34,6 @@ from proposers.draft_models.loading import is_trained_draft
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
 NEW_TOKENS = 48  # of each answer here
-WIDTH = 4  # of a draft model's trees
 USELESS_TAU = 1.05  # below it, draft tokens are right by chance at best
 EXPECTED_SHARE = 0.7  # least share of the tau that the calibration expects
 
@@ -107,10 +106,12 @@ def check_folder(
     name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
     try:
-        shape = {"width": WIDTH} if is_trained_draft(path) else {}
-        proposer, head = load_proposer(path, target, nodes=NODES, **shape), None
+        proposer, head, shape = load_proposer(path, target, nodes=NODES), None, {}
         if not isinstance(proposer, HeadProposer):
-            findings = find_draft_faults(proposer.draft_model, target)
+            draft = proposer.draft_model
+            shape = {"width": 1 if draft.is_recurrent else DRAFT_WIDTH}
+            proposer = load_proposer("draft", target, draft_model=draft, nodes=NODES, **shape)
+            findings = find_draft_faults(draft, target)
         else:
             head = proposer.head
             findings = find_faults(path, head, target)

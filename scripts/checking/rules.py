@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decode import Target
-from heads.formats.decoder_layer import read_windows
+from heads.formats.decoder_layer import NESTED, read_windows
 from heads.formats.dflash import find_scales
-from heads.formats.eagle import NESTED, READ, norms_residual
+from heads.formats.eagle import READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
 from heads.vocabulary import VocabularyHead

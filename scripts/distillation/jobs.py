@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +129,12 @@ def _ask(job: Job, engine: Engine, renderer: Renderer, max_new_tokens: int, seed
     if len(prompt) >= engine.target.context:
         return "context"
     sampling = Sampling(temperature=job.temperature, seed=seed)
-    limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "criterion": partial(_has_looped, len(prompt))}
+    limits: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "criterion": lambda _, tokens: has_looped(tokens[len(prompt) :]),
+    }
     engine.add(prompt, request_id=job.number, sampling=sampling, text=False, **limits)
     return None
-
-
-def _has_looped(prompt_length: int, request_id: int, tokens: list[int]) -> bool:
-    return has_looped(tokens[prompt_length:])
 
 
 def check_temperature(value: Any, place: str) -> float:

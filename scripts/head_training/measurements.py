@@ -16,7 +16,7 @@ from decode import Target, generate
 from decode.devices.backend import find_backend
 from decode.requests.answer import Stats
 from draftless_commands.shared.results import save_figure
-from draftless_commands.shared.worth import NODES, count
+from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, count
 from heads.vocabulary import VocabularyHead
 from proposers import DraftProposer
 from proposers.options import find_proposer
@@ -30,7 +30,7 @@ from training.trainer import Schedule, Validation
 
 TRIALS = 3  # batches to measure for a plan
 NEW_TOKENS, BATCH = 64, 16  # in validations; BATCH: prompts at a time
-DEPTH, WIDTH = 6, 4  # of draft models, which have no depth of their own
+DEPTH = 6  # of draft models, which have none of their own
 
 
 def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
@@ -68,7 +68,7 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
     proposer: TreeProposer
     if isinstance(head, DraftModel):
         draft = Target(head.model)
-        proposer = DraftProposer(draft, depth=DEPTH, width=1 if draft.is_recurrent else WIDTH, nodes=NODES)
+        proposer = DraftProposer(draft, depth=DEPTH, width=1 if draft.is_recurrent else DRAFT_WIDTH, nodes=NODES)
     else:
         proposer = find_proposer(head.kind)(head, nodes=NODES)
     answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)

@@ -17,6 +17,7 @@ from draftless_commands.head_training.options import TrainOptions
 from draftless_commands.shared.options import ADAPTER_FOLDER, fetch_checkpoint
 from heads.checkpoint import save_head
 from heads.formats.written_checkpoint import Checkpoint, read_checkpoint
+from proposers.calibration import FILE
 from training.factory import make_objective
 from training.joint import RANK, Adapters, JointObjective
 from training.teacher import Teacher
@@ -41,14 +42,15 @@ def make_parts(options: TrainOptions, target: Target, head: Any, prompts: Prompt
     """
     objective = make_objective(head, target, **options.objective)
     if not options.joint:
-        save = partial(head.save if options.kind == "draft" else partial(save_head, head), options.out, torch.bfloat16)
-        return Parts(objective, Teacher(target, head.features), partial(validate, target, head, prompts), save)
+        save = head.save if options.kind == "draft" else partial(save_head, head)
+        check = partial(validate, target, head, prompts)
+        return Parts(objective, Teacher(target, head.features), check, partial(_save, save, options.out))
     adapters = Adapters(target, options.model, options.lora_rank or RANK)
     return Parts(
         JointObjective(adapters, objective),
         Teacher(target, (), adapters.off),
         partial(_validate_adapted, adapters, head, prompts),
-        partial(_save_both, adapters, head, options.out),
+        partial(_save, partial(_save_both, adapters, head), options.out),
     )
 
 
@@ -82,6 +84,11 @@ def _validate_adapted(adapters: Adapters, head: Any, prompts: Prompts) -> Valida
     return validate(adapted, head, prompts)
 
 
-def _save_both(adapters: Adapters, head: Any, folder: Path) -> None:
+def _save_both(adapters: Adapters, head: Any, folder: Path, dtype: torch.dtype) -> None:
     adapters.save(folder / ADAPTER_FOLDER)
-    save_head(head, folder, torch.bfloat16)
+    save_head(head, folder, dtype)
+
+
+def _save(save: Callable[[Path, torch.dtype], object], folder: Path) -> None:
+    save(folder, torch.bfloat16)
+    (folder / FILE).unlink(missing_ok=True)  # the calibration of an earlier head

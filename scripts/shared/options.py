@@ -42,15 +42,16 @@ PROPOSER_HELP = """what drafts; it changes the speed, not the text. merged grows
 training; auto adds the pretrained head of the default model. Also a head's folder, or a class of your own as
 FILE.py:CLASS (default: %(default)s)"""
 HEAD_HELP = f"""for {", ".join(HEAD_PROPOSERS)}, merged, auto: a head's folder, or the kind of a pretrained head of the
-default model (default: the pretrained one; for merged none)"""
+default model (default: the pretrained one, if there is one; for mtp the module in the model's checkpoint; for merged
+none)"""
 NODES_HELP = """for heads, draft, suffix, recycling, lookahead, merged, auto: trees of N nodes (default: as many as
 pay; for lookahead 19)"""
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"
 DRAFT_PROPOSER_HELP = """for draft: what drafts for the draft model, such as ngram or a head's folder (staged drafts)"""
-HEAD_WINDOW_HELP = """tokens that the head attends to at most, for texts longer than those that it was trained on
-(default: as many as in training)"""
+HEAD_WINDOW_HELP = """for eagle, eagle3, jump, mtp, peagle, dflash, flashmap, merged, auto: tokens that the head attends
+to at most, for texts longer than those that it was trained on (default: as many as in training)"""
 SAMPLED_HELP = """for draft: sample the draft tokens. The text keeps its distribution, but a seed gives another text
 than plain decoding"""
 KIND_HELP = "of a head of your own kind: its class, which is run (docs/training.md)"
@@ -93,8 +94,8 @@ class ModelOptions:
 
     @property
     def may_be_default(self) -> bool:
-        """Whether the model may be the default one, which the pretrained heads are for. A copy lies in a folder."""
-        return self.model is None or Path(self.model).is_dir()
+        """Whether the model may be the default one, which the pretrained heads are for, or a copy of it."""
+        return self.model is None or Path(self.model).exists()
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **others: Any) -> Self:
@@ -186,7 +187,6 @@ def add_proposer_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--head-window", type=whole, metavar="N", help=HEAD_WINDOW_HELP)
     add("--sampled", action="store_true", help=SAMPLED_HELP)
-    add("--store", metavar="FILE", help=STORE_HELP)
     add("--deterministic", action="store_true", help=DETERMINISTIC_HELP)
 
 

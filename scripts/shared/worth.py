@@ -10,6 +10,7 @@ from decode.devices.cost_curve import CostCurve
 from decode.requests.answer import Stats
 
 NODES = 16  # of the trees whose tau is reported
+DRAFT_WIDTH = 4  # of a draft model's trees
 TRIED, NEW_TOKENS = 4, 48  # prompts to draft on, and new tokens of each at most
 LEAST_GAIN = 1.02  # less is within the error of the estimate
 LEAST_TOKENS = 50  # fewer do not tell

@@ -338,5 +338,5 @@ def test_running_answers_finish_after_sigterm(folder: Path, target: Target) -> N
 
 def test_bad_options(run_main: Call, folder: Path, place: Place) -> None:
     run_main(main, "--model", folder, "--port", str(place.port)).refused(f"--port {place.port}", "in use")
-    run_main(main, "--model", folder, "--proposer", "merged", "--store", "kept").refused("--store is not for a server")
+    run_main(main, "--model", folder, "--proposer", "merged", "--store", "kept").refused("there is no option --store")
     run_main(main, "--model", folder, "--rows", "0").refused("'0' is not a whole number from 1 on")
