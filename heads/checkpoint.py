@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,8 @@ def load_head(
     and an output matrix in the file are the head's own, until `share` finds that they are copies of the target's.
     Raises ValueError if there is no head, if it is damaged, or with the names of missing, unexpected or wrong tensors.
     """
-    path = find_folder(folder)
-    try:
+    with _reading(folder) as path:
         return assemble(*_read(path, TargetSizes(vocab_size, layers)), dtype)
-    except ValueError as error:
-        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
 def find_kind(folder: str | Path) -> str:
@@ -58,12 +55,9 @@ def find_kind(folder: str | Path) -> str:
     Raises ValueError as `load_head` does if the folder holds no head. Whether the head is complete and fits a target is
     not checked.
     """
-    path = find_folder(folder)
-    try:
+    with _reading(folder) as path:
         tensors, metadata = read_weights(path)
         return _find_kind(tensors, _read_config(path, metadata)).name
-    except ValueError as error:
-        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
 def read_target(folder: str | Path) -> HeadConfig:
@@ -72,8 +66,7 @@ def read_target(folder: str | Path) -> HeadConfig:
     A head in a whole model is for that model. Nothing is checked, and a kind of one's own need not be known. Raises
     ValueError if the folder has no weights or damaged ones.
     """
-    path = find_folder(folder)
-    try:
+    with _reading(folder) as path:
         tensors, metadata = read_weights(path)
         config = _read_config(path, metadata)
         own = section(config, OWN)
@@ -86,8 +79,6 @@ def read_target(folder: str | Path) -> HeadConfig:
         sizes = own if "kind" in own else config
         known["hidden_size"] = sizes.get("target_hidden_size") or sizes.get("hidden_size")
         return HeadConfig(**known)
-    except ValueError as error:
-        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
 def _read(path: Path, sizes: TargetSizes) -> tuple[type[VocabularyHead], Layout, Mapping[str, Tensor]]:
@@ -100,6 +91,16 @@ def _read(path: Path, sizes: TargetSizes) -> tuple[type[VocabularyHead], Layout,
         return kind.network, read_own(kind.config, kind.format.for_servers, own, tensors), tensors
     assert kind.format.read is not None
     return kind.network, kind.format.read(tensors, config, sizes), tensors
+
+
+@contextmanager
+def _reading(folder: str | Path) -> Iterator[Path]:
+    """The path of a head's folder; an error while it is read names the folder."""
+    path = find_folder(folder)
+    try:
+        yield path
+    except ValueError as error:
+        raise ValueError(f"cannot load a head from {str(folder)!r}: {error}") from error
 
 
 def find_folder(folder: str | Path) -> Path:

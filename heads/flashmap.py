@@ -50,12 +50,9 @@ class FlowLayer(nn.Module):
 
     def __init__(self, config: FlashMapConfig) -> None:
         super().__init__()
-        width, inner, norm = (
-            config.width,
-            config.layer.intermediate_size,
-            partial(nn.LayerNorm, eps=config.layer_norm_eps),
-        )
-        self.self_attn_norm, self.cross_attn_norm, self.mlp_norm = (norm(width) for _ in range(3))
+        width, inner = config.width, config.layer.intermediate_size
+        norms = (nn.LayerNorm(width, eps=config.layer_norm_eps) for _ in range(3))
+        self.self_attn_norm, self.cross_attn_norm, self.mlp_norm = norms
         self.self_attn, self.cross_attn = (Attention(width, config.layer, 1) for _ in range(2))
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(width, inner), "fc2": nn.Linear(inner, width)})
 
@@ -85,11 +82,8 @@ class FlashMapHead(VocabularyHead):
         size, width, eps = config.hidden_size, config.width, config.rms_norm_eps
         self.features, self.depth = config.features, config.heads
         self.fc = nn.Linear(len(config.features) * size, width, bias=False)
-        self.anchor_proj, self.x_embed, self.head = (
-            nn.Linear(size, width),
-            nn.Linear(size, width),
-            nn.Linear(width, size),
-        )
+        self.anchor_proj, self.x_embed = (nn.Linear(size, width) for _ in range(2))
+        self.head = nn.Linear(width, size)
         self.hidden_norm, self.anchor_norm = Norm(width, eps), Norm(width, eps)
         self.state_norm, self.noise_norm = Norm(size, eps), Norm(size, eps)
         self.layers: Any = nn.ModuleList(FlowLayer(config) for _ in range(config.layers))

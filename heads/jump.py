@@ -35,8 +35,6 @@ class JumpConfig(HeadConfig):
     features: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, LayerConfig):
-            raise TypeError("layer has no sizes")
         if len(self.features) != 2 or not 0 <= self.features[0] < self.features[1]:
             raise ValueError(f"features is {[*self.features]}; a jump head reads the states below and above a layer")
 
@@ -114,13 +112,10 @@ def copy_layer(layer: Any, config: Mapping[str, Any], below: Tensor, above: Tens
     config: of its model. below, above: the states [1, N, H] of a text before and after it.
     """
     try:
-        tensors, every = (
-            _read_tensors(layer, below),
-            None if config.get("layer_types") else config.get("sliding_window"),
-        )
-        window = getattr(layer.self_attn, "sliding_window", every)
+        tensors, every = _read_tensors(layer, below), config.get("sliding_window")
+        window = getattr(layer.self_attn, "sliding_window", None if config.get("layer_types") else every)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        sizes = replace(read_layer(shapes, "", {**config, "layer_types": None}), window=window)
+        sizes = replace(read_layer(shapes, "", config), window=window)
         below, above = below[:, :window], above[:, :window]  # these tokens see all before them
         own = DecoderLayer(below.shape[2], sizes).to(below)
         own.load_state_dict(tensors)

@@ -105,21 +105,22 @@ class Attention(nn.Module):
 
     def project(self, states: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """States [B, T, inputs x H] -> queries [B, Q, T, D], keys and values [B, G, T, D], as `Attend` takes them."""
-        queries = self._split(self.q_proj(states))
-        dtype = queries.dtype
-        table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, dtype)
-        keys, values = self.keys_and_values(states, table)
-        return rotate(self.q_norm(queries).to(dtype), table), keys, values
+        queries = self.q_proj(states)
+        table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, queries.dtype)
+        return self._turn(queries, self.q_norm, table), *self.keys_and_values(states, table)
 
     def keys_and_values(self, states: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
         """States [B, T, inputs x H] -> keys, rotated by the table of their positions, and values [B, G, T, D]."""
-        keys, values = (self._split(project(states)) for project in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(keys).to(values.dtype), table), values
+        return self._turn(self.k_proj(states), self.k_norm, table), self._split(self.v_proj(states))
 
     def queries(self, states: Tensor, table: RotaryTable) -> Tensor:
         """States [B, T, inputs x H] -> queries [B, Q, T, D], rotated by the table of their positions."""
-        queries = self._split(self.q_proj(states))
-        return rotate(self.q_norm(queries).to(queries.dtype), table)
+        return self._turn(self.q_proj(states), self.q_norm, table)
+
+    def _turn(self, projected: Tensor, norm: nn.Module, table: RotaryTable) -> Tensor:
+        """Heads apart, normed and rotated."""
+        heads = self._split(projected)
+        return rotate(norm(heads).to(heads.dtype), table)
 
     def _split(self, states: Tensor) -> Tensor:
         """Heads apart: [B, heads, T, D]."""

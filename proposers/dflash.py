@@ -88,7 +88,12 @@ class DFlashDrafter:
     """
 
     def __init__(
-        self, head: Any, roots: Tensor, cache: LayerCache, embed: Callable[[Tensor], Tensor], most: int | None
+        self,
+        head: Any,
+        roots: Tensor,
+        cache: LayerCache,
+        embed: Callable[[Tensor], Tensor],
+        most: int | None = None,
     ) -> None:
         block = embed(head.begin_block(roots))  # [B, R, H]
         count, device = block.shape[1], block.device

@@ -17,7 +17,6 @@ from math import inf
 from statistics import median
 
 from decode import Step
-from decode.costs import LEVEL_TIME
 from decode.devices.cost_curve import CostCurve
 
 CHAIN_MEMORY = 0.95  # weight of the acceptance before, per chain
@@ -28,6 +27,7 @@ DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 LEVELS = 32  # drafts whose times count
+LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
 FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
@@ -137,7 +137,6 @@ class DraftBudget:
         self.is_recurrent, self.given = False, 0  # the target keeps a state; see `chain_time`
         self._node_time = 0.0  # the least that each further node of any tree costs on average
         self._least_slopes: dict[float, float] = {}  # by nodes: the least that each further node costs on average
-        self.nodes: float = 1  # of the last tree, with those given
         self._expected_last: float | None = None  # accepted tokens expected of the last tree; None: nothing was drafted
         # Decayed sums over the steps with drafts.
         self._accepted = self._expected = 0.0
@@ -241,7 +240,7 @@ class DraftBudget:
 
     def skip(self) -> None:
         """Take in that nothing is drafted in this step."""
-        self.nodes, self._expected_last = 1 + self.given, None
+        self._expected_last = None
 
     def is_worth_a_level(self, right: Iterable[float], rows: int = 1) -> bool:
         """Whether to draft one more level.
@@ -312,7 +311,6 @@ class DraftBudget:
         return [chain_time(self.cost, self.given, *each) for each in zip(sizes, right, p, strict=True)]
 
     def _take(self, nodes: float, expected: float, levels: int) -> None:
-        self.nodes, self._expected_last = nodes + self.given, expected
-        self._steps = MEMORY * self._steps + 1
-        self._time = MEMORY * self._time + self.cost(self.nodes) + (levels and levels * self.level_time)
+        self._expected_last, self._steps = expected, MEMORY * self._steps + 1
+        self._time = MEMORY * self._time + self.cost(nodes + self.given) + (levels and levels * self.level_time)
         self._weigh()

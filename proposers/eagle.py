@@ -160,9 +160,6 @@ class PEagleProposer(EagleProposer):
         last, unknown = FeaturePart(fused, roots, one, one.tolist()), self.head.unknown(self.depth - 1)
         return {"states": draft_ahead(self.head, self.embedding(target), cache, last, *unknown)}
 
-    def is_fixed(self, inputs: Inputs) -> bool:
-        return False
-
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
         return MedusaDrafter(self.head, inputs["states"])
 

@@ -206,9 +206,3 @@ def pick_last(states: Tensor, counts: Tensor) -> Tensor:
 def expand_last(index: Tensor, like: Tensor) -> Tensor:
     """Indices [B, W] of whole vectors, for `gather` from `like` [B, *, H]."""
     return index[..., None].expand(-1, -1, like.shape[2])
-
-
-def pick_last_features(step: Step) -> Tensor:
-    """The features [B, F] of each row's last committed token."""
-    assert step.features is not None and step.upload is not None
-    return pick_last(step.features, step.upload["counts"])

@@ -21,7 +21,7 @@ from heads.vocabulary import VocabularyHead
 from proposers.calibration import LARGEST, Calibration
 from proposers.draft_budget import DraftBudget
 from proposers.fast_heads import DraftGraphs, pack_head, pack_outputs
-from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last_features
+from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last
 from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 
@@ -57,7 +57,7 @@ class HeadProposer(TreeProposer):
         head_window: int | None = None,
     ) -> None:
         self.head: Any = head
-        self.head_window, self.window = head_window, min(filter(None, (head.window, head_window)), default=None)
+        self.head_window = head_window
         heads = self.levels or self.head.config.heads
         self.most_ranks = getattr(head.config, "candidates", 0) or head.vocab_size  # next tokens that a path has
         super().__init__(
@@ -77,7 +77,7 @@ class HeadProposer(TreeProposer):
         self.layers = tuple(self.head.features)
         if calibration is not None:
             self.draft_budget = DraftBudget(calibration.expect_tau(LARGEST))
-        self._history = FeatureHistory(self.window)
+        self._history = FeatureHistory(min(filter(None, (head.window, head_window)), default=None))
         # The model whose output matrix the head uses, if it has no own, and what tells the version of its weights.
         self._borrowed_from: tuple[ref[Any], ref[Any], str | None, int] | None = None
         self._graphs = DraftGraphs()
@@ -99,7 +99,7 @@ class HeadProposer(TreeProposer):
 
     def renew(self) -> Self:
         fresh = super().renew()
-        fresh._history, fresh._graphs = FeatureHistory(self.window), DraftGraphs()
+        fresh._history, fresh._graphs = FeatureHistory(self._history.window), DraftGraphs()
         return fresh
 
     def prepare(self, target: Target) -> Self:
@@ -187,7 +187,8 @@ class HeadProposer(TreeProposer):
 
     def read_step(self, step: Step) -> Inputs:
         """See `TreeProposer`. Here for heads that read the last feature alone."""
-        return {"last": pick_last_features(step).to(self.dtype)}
+        assert step.features is not None and step.upload is not None
+        return {"last": pick_last(step.features, step.upload["counts"]).to(self.dtype)}
 
     def start_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Drafter:
         """A drafter with a row for each position from `begin` to `end - 1`, as if the text ended there with its root.

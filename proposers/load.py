@@ -106,8 +106,11 @@ def _load_drafter(name: str, target: Target, options: DraftingOptions) -> TreePr
         return drafter
     if options.head is not None:
         folder = find_head(name, options.head) or find_checkpoint(target)
-        return _load_head_proposer(None, folder, target, head_window=options.head_window)
-    return find_pretrained(target, options.head_window) if name == "auto" else None
+        return _load_head_proposer(None, folder, target, **options.select(["head_window"]))
+    found = find_pretrained(target, options.head_window) if name == "auto" else None
+    if found is None and options.head_window is not None:
+        raise ValueError(f"head_window is for a head, and {name} has none for this target; give head")
+    return found
 
 
 def find_checkpoint(target: Target) -> Path:
@@ -133,9 +136,9 @@ def find_pretrained(target: Target, head_window: int | None = None) -> HeadPropo
     loaded, key = _loaded.setdefault(target.model, {}), (target.device, target.dtype, head_window)
     if key not in loaded:
         kind = FASTEST.get(target.weights_fingerprint or "")
-        folder = PRETRAINED / (kind or "none")
-        is_there = kind is not None and folder.is_dir()
-        loaded[key] = _load_head_proposer(kind, folder, target, head_window=head_window) if is_there else None
+        folder = PRETRAINED / str(kind)
+        load = partial(_load_head_proposer, kind, folder, target, head_window=head_window)
+        loaded[key] = load() if kind and folder.is_dir() else None
     kept = loaded[key]
     return kept and kept.renew()
 

@@ -199,7 +199,11 @@ class MergedProposer:
                     tree.add(node, len(self.sources), named)
             expected, grown = self._grow(trees, most)
             level += 1
-            paths = [tree.find_continued(level)[: drafter.width] for tree in trees]
+            continued = (
+                [node for node in tree.nodes if node.depth == level and node.parent and node.parent.path >= 0]
+                for tree in trees
+            )
+            paths = [nodes[: drafter.width] for nodes in continued]  # the most likely ones
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
             budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_A_LEVEL)

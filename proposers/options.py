@@ -126,7 +126,10 @@ def check_drafting(name: str | Path, options: DraftingOptions, pretrained: bool 
         if folder is not None and folder.parent == PRETRAINED and not pretrained:
             raise ValueError(f"{name} needs head, the folder of a head that was trained for this model")
         if folder is not None:
-            refuse_kind(load_kind(kind).name if is_own else kind, folder, find_kind(folder))
+            found = find_kind(folder)
+            refuse_kind(load_kind(kind).name if is_own else kind, folder, found)
+            if options.head_window is not None:
+                _refuse(found, ["head_window"], find_proposer(found).options)
     if isinstance(options.draft_proposer, str | Path):
         check_drafting(options.draft_proposer, DraftingOptions(), pretrained)
 

@@ -82,9 +82,10 @@ class TreeProposer(ABC):
         self.observe(step)
         if self.adaptive:
             self.draft_budget.observe(step)
-        roots, most = self.find_roots(step), min(budget, self.nodes or budget)
+        most = min(budget, self.nodes or budget)
         if most == 1 or (self.adaptive and self.draft_budget.is_backing_off()):
             self.draft_budget.skip()
+            roots = self.find_roots(step)
             return Tree.chain_of(roots[:, None], torch.ones_like(roots))
         # No path is longer than a chain of all nodes. Deeper nodes than an answer has room for would be cut off.
         return self.draft(step, min(self.depth, most - 1, max(2, *step.room) - 1), most)

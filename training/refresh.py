@@ -46,7 +46,7 @@ class HeadRefresh:
                 "refresh trains the head of a proposer, and this one has none; leave refresh out, or give a proposer "
                 'with a head: a head\'s folder, or lambda target: load_proposer("merged", target, head=FOLDER)'
             )
-        self._target, self._every = target, every
+        self.proposer, self.target, self._every = proposer, target, every
         self._head: Any = self._drafter.copy_head(target).to(target.device, torch.float32)
         make_objective(self._head, target)  # what follows the target is not trained
         trained = {name: each for name, each in self._head.named_parameters() if each.requires_grad}
@@ -80,7 +80,7 @@ class HeadRefresh:
     @torch.enable_grad()
     def _train(self, examples: Sequence[Example], end: float) -> float:
         """Train until the end, a time of the clock. Returns the gain."""
-        head, target, gain = self._head, self._target, 0.0
+        head, target, gain = self._head, self.target, 0.0
         if head.output == "target":
             head.borrow(target.output_matrix, target.output_bias)
         objective = make_objective(head, target).float()
@@ -95,12 +95,20 @@ class HeadRefresh:
                     break
         shared = {id(each): each for each in head.buffers()}
         self._drafter.replace_head(deepcopy(head, shared).to(self._drafter.dtype), target)
+        self._optimizer.zero_grad()
+        if head.output == "target":
+            head.borrowed = head.borrowed_bias = None
         return gain
 
     @torch.no_grad()
     def _find_gain(self, objective: nn.Module, batch: Batch) -> float:
         """The tau of the head relative to that of the head as it was at first."""
-        return estimate_tau(objective(batch)) / estimate_tau(functional_call(objective, self._first, (batch,)))
+        devices = [self.target.device] if self.target.device.type != "cpu" else []
+        taus = []
+        for weights in ({}, self._first):
+            with torch.random.fork_rng(devices):  # the same anchors
+                taus.append(estimate_tau(functional_call(objective, weights, (batch,))))
+        return taus[0] / taus[1]
 
     def _step(self, objective: nn.Module, batch: Batch) -> None:
         """A step of the optimizer, unless the gradients are NaN or infinite: the policy's training should go on."""

@@ -70,7 +70,7 @@ class Rollouts:
         self._engine: Engine | None = None
         self._model: PreTrainedModel | None = None  # of the engine
         self._head_refresh: HeadRefresh | None = None
-        self._calls = 0, 0  # the last step of the trainer, and the calls in it
+        self._calls = -1, 0  # the last step of the trainer, and the calls in it
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: an answer to each prompt, in the order of the prompts.
@@ -171,10 +171,12 @@ class Rollouts:
         if engine is not None:
             engine.close()
         del engine  # and its copy of the weights
-        self._head_refresh = None
+        kept, self._head_refresh = self._head_refresh if self._model is model else None, None
         target = Target(model, accelerate=self.accelerate)
         engine = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes)
-        if self.refresh is not None:
+        if kept is not None and kept.proposer is engine.proposer:  # a call has failed
+            kept.target, self._head_refresh = target, kept
+        elif self.refresh is not None:
             self._head_refresh = HeadRefresh(engine.proposer, target, self.refresh)
         self._engine, self._model = engine, model
         return self._engine
@@ -210,22 +212,16 @@ def _read_answer(request: Request) -> Answer:
 def _fill(config: GenerationConfig, model: PreTrainedModel) -> GenerationConfig:
     """A config with the model's own settings in place of None, and then transformers' defaults, as in `generate`."""
     filled = deepcopy(config)
-    for settings in (vars(model.generation_config), _usual_settings()):
+    for settings in (vars(model.generation_config), GenerationConfig._get_default_generation_params()):
         for name, value in settings.items():
             if name[0] != "_" and getattr(filled, name, None) is None:
                 setattr(filled, name, value)
     return filled
 
 
-def _usual_settings() -> dict[str, Any]:
-    """What transformers takes for None; older versions have no such settings."""
-    found: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
-    return found
-
-
 def _read_sampling(config: GenerationConfig, seed: int) -> Sampling:
     """Raises ValueError for settings that are not honoured."""
-    usual = vars(GenerationConfig()) | _usual_settings()
+    usual = vars(GenerationConfig()) | GenerationConfig._get_default_generation_params()
     for name, value in vars(config).items():
         is_known = name in HONOURED or name in WITHOUT_EFFECT or name.startswith("_")
         if not is_known and value and value != usual.get(name):

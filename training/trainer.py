@@ -320,7 +320,7 @@ class Muon(Optimizer):
                 weight.add_(update, alpha=-rate * MUON_RMS * max(weight.shape) ** 0.5)
 
 
-def orthogonalize(gradient: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(gradient: Tensor) -> Tensor:
     """The quintic Newton-Schulz iteration of Muon, which brings singular values near 1.
 
     In bfloat16 where the device is fast at it.
@@ -330,7 +330,7 @@ def orthogonalize(gradient: Tensor, steps: int = 5) -> Tensor:
     found = gradient.bfloat16() if find_backend(gradient.device).is_fast_in_bfloat16 else gradient
     found = found.T if is_tall else found
     found = found / found.norm().clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.T if is_tall else found

@@ -17,6 +17,9 @@ VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
 # What rotary positions can have in addition to a scaling's parameters.
 OTHER_ROPE_KEYS = {"rope_type", "rope_theta", "type", "truncate", "partial_rotary_factor"}
 FULL, WINDOWED = "full_attention", "sliding_attention"  # transformers' names of layers, by what they attend to
+LAYER = "layers.0."  # begins the names of the first layer's tensors
+NESTED = "transformer_layer_config"  # speculators' sizes of the layers
+READ_FROM_0 = "target_layer_ids"  # the layers that a head reads, numbered by the one that outputs them
 LONGEST = 131_072  # tokens; max_position_embeddings for servers if the target's limit is unknown
 
 
@@ -133,13 +136,14 @@ def _read_scaling(config: ConfigDict) -> Scaling | None:
 
 
 def describe_proposal(kind: str, tokens: int, target: str | None) -> dict[str, Any]:
-    """speculators' section on how a head of a kind drafts, and for which target."""
-    return {
+    """What a config of speculators says of how a head of a kind drafts, and for which target."""
+    proposal = {
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
         "verifier": {"name_or_path": target, "architectures": []},
     }
+    return {"speculators_model_type": kind, "speculators_version": "0.9.0", "speculators_config": proposal}
 
 
 def export_layer(config: EagleConfig | Eagle3Config | DFlashConfig) -> dict[str, Any]:

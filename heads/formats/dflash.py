@@ -17,6 +17,9 @@ from torch import Tensor
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.formats.decoder_layer import (
     FULL,
+    LAYER,
+    NESTED,
+    READ_FROM_0,
     WINDOWED,
     check_width,
     describe_proposal,
@@ -41,8 +44,7 @@ from heads.formats.layout import (
     section,
 )
 
-LAYER = "layers.0."
-INNER, NESTED = "dflash_config", "transformer_layer_config"  # z-lab's settings; speculators' sizes of the layers
+INNER = "dflash_config"  # z-lab's settings
 PREDECESSORS = "markov_head.markov_w1.weight"
 SELECTOR = "candidate_selector."
 CODEBOOKS = f"{SELECTOR}predecessor_codebook", f"{SELECTOR}successor_codebook"  # modules of z-lab add .weight
@@ -53,7 +55,7 @@ SCALES = {  # z-lab's names of our settings
     "logit_cap": "final_logit_softcapping",  # 0: none
 }
 ARCHITECTURES = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator", "dflash2": "DFlash2DraftModel"}
-READ, READ_FROM_0 = "aux_hidden_state_layer_ids", "target_layer_ids"
+READ = "aux_hidden_state_layer_ids"
 
 
 def is_dflash(names: Collection[str]) -> bool:
@@ -173,9 +175,7 @@ def export_dflash(head: DFlashHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     causal = {} if config.causal and config.full_layers else {"is_causal": config.causal}
     return states, {
         "architectures": [ARCHITECTURES[kind]],
-        "speculators_model_type": kind,
-        "speculators_version": "0.9.0",
-        "speculators_config": describe_proposal(kind, config.heads, config.target_name),
+        **describe_proposal(kind, config.heads, config.target_name),
         NESTED: export_layer(config) | kinds | causal,
         "draft_vocab_size": head.draft_size,
         "block_size": head.rows,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
 from heads.formats.decoder_layer import (
+    LAYER,
+    NESTED,
     check_width,
     describe_proposal,
     export_layer,
@@ -46,10 +48,8 @@ from heads.formats.layout import (
     section,
 )
 
-LAYER = "layers.0."
 OUTPUT = "lm_head.weight"
 READ = "eagle_aux_hidden_state_layer_ids"
-NESTED = "transformer_layer_config"  # speculators' sizes of the layer
 MASK_TOKENS = "mask_token_id", "pard_token", "ptd_token_id"  # of P-EAGLE, in speculators' and in flat configs for vLLM
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # flags with the same meaning in our config
 KNOWN = {*NORMS, "norm_output", "embed_requires_grad", "tie_word_embeddings", "return_dict", "use_cache"}  # may be true
@@ -237,10 +237,9 @@ def export_peagle(head: PEagleHead) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a folder of speculators, from which vLLM makes a class that drafts in one pass."""
     states, flat = export_eagle3(head)
     sizes = {name: flat.pop(name) for name in export_layer(head.config)}
-    kind = {"speculators_model_type": "peagle", "speculators_version": "0.9.0"}
-    return states, flat | kind | {
+    proposal = describe_proposal("peagle", head.config.heads, head.config.target_name)
+    return states, flat | proposal | {
         "architectures": ["PEagleSpeculator"],
-        "speculators_config": describe_proposal("peagle", head.config.heads, head.config.target_name),
         NESTED: sizes,
         "mask_token_id": head.config.mask_token,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from heads.flashmap import FlashMapConfig
-from heads.formats.decoder_layer import check_width, read_layer_list
+from heads.formats.decoder_layer import READ_FROM_0, check_width, read_layer_list
 from heads.formats.layout import (
     ConfigDict,
     Format,
@@ -29,7 +29,6 @@ from heads.formats.layout import (
 )
 from heads.layers import LayerConfig
 
-READ = "target_layer_ids"
 JUMP = {"time_embed": 0.0, "jump_embed": 1.0}  # the times that the jump begins and ends at
 SLOWEST = 10_000.0  # period of the time features
 OUTPUTS = {  # what the gate of a sublayer multiplies
@@ -52,8 +51,8 @@ def read_flashmap(tensors: Mapping[str, Tensor], config: ConfigDict, target: Tar
     if missing := [name for name in NEEDED if not number(config, name)]:
         raise ValueError(f"its config lacks {' and '.join(missing)}")
     size, width = extent(shapes, ["state_norm.weight"], 0), extent(shapes, ["hidden_norm.weight"], 0)
-    features = read_layer_list(READ, config.get(READ), 1, target.layers)
-    check_width(READ, features, 1, extent(shapes, ["fc.weight"], 1), size)
+    features = read_layer_list(READ_FROM_0, config.get(READ_FROM_0), 1, target.layers)
+    check_width(READ_FROM_0, features, 1, extent(shapes, ["fc.weight"], 1), size)
     head_dim = extent(shapes, ["layers.0.self_attn.q_norm.weight"], 0)
     heads = width // head_dim
     if (told := number(config, "num_attention_heads")) != heads or width % head_dim or head_dim % 2:

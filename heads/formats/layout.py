@@ -158,7 +158,7 @@ def read_own(config: type[HeadConfig], for_servers: Set[str], own: ConfigDict, n
     settings = {name: value for name, value in own.items() if name not in NO_SIZES}
     try:
         for name in ("layer", "prefix"):
-            if settings.get(name):
+            if name in settings and (name == "layer" or settings[name] is not None):
                 settings[name] = LayerConfig(**settings[name])
         settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
         return Layout(config(**settings), {MIDLAYER: find_first_layer(names)}, for_servers)

@@ -80,16 +80,15 @@ class DraftProposer(TreeProposer):
         """Find the tokens that draft and target share. Raises ValueError if that cannot be told."""
         draft = self.draft_model
         ours, theirs = draft.tokenizer, target.tokenizer
-        if ours is not None and theirs is not None:
-            if self._mapped != (ours, theirs):
-                self._mapped, self._map = (ours, theirs), find_map(draft, target)
-                self._texts = ReadTexts(draft)
-        elif draft.vocabulary != target.vocabulary:
+        if None in (ours, theirs) and draft.vocabulary != target.vocabulary:
             raise ValueError(
                 f"the draft model has a vocabulary of {draft.vocabulary} tokens, the target one of "
                 f"{target.vocabulary}, and not both have a tokenizer, which tells what their tokens are; give both: "
                 "Target(model, tokenizer)"
             )
+        if self._mapped != (ours, theirs):
+            self._mapped, self._map = (ours, theirs), find_map(draft, target)
+            self._texts = ReadTexts(draft)
         self._texts.vocabulary = self._map
         shared = min(draft.vocabulary, target.vocabulary) if self._map is None else len(self._map.target_ids)
         if self.width > shared:

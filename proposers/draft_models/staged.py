@@ -49,6 +49,7 @@ class StagedProposer:
         self.width, self.nodes, self.adaptive = width, nodes, nodes is None
         if min(self.depth, width) < 1 or (nodes is not None and nodes < 1):
             raise ValueError(f"depth {self.depth}, width {width} and nodes {nodes} must be at least 1")
+        self._fits: tuple[Any, int] | None = None  # the tokenizer and vocabulary that it was found to fit
         self._reset()
 
     def _reset(self) -> None:
@@ -66,6 +67,8 @@ class StagedProposer:
     def begin(self, target: Target) -> None:
         """Raises ValueError if the draft model has another vocabulary."""
         draft, size = self.draft_model, target.vocabulary
+        if self._fits == (target.tokenizer, size) and self._engine is not None:
+            return
         if draft.vocabulary != size or has_other_tokens(draft, target):
             raise ValueError(
                 f"a staged draft model needs the target's tokenizer and outputs; it has {draft.vocabulary} tokens, the "
@@ -80,6 +83,7 @@ class StagedProposer:
             session = Session(self.draft_model, 1, self.inner.layers)
             _, features = read_texts(session, [[0]])
             self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).count_bytes(slots=1)
+        self._fits = target.tokenizer, size
 
     @torch.no_grad()
     def propose(self, step: Step, budget: int) -> Tree:

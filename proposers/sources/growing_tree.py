@@ -150,10 +150,6 @@ class GrowingTree:
             if node.allowed is None or (len(node.allowed) and node.allowed[token]):
                 likely[token] = p, source
 
-    def find_continued(self, depth: int) -> list[GrowingNode]:
-        """The nodes of a depth whose parents a drafter has continued, the most likely first."""
-        return [node for node in self.nodes if node.depth == depth and node.parent and node.parent.path >= 0]
-
     def follow(self, tokens: Iterable[int]) -> list[GrowingNode]:
         """The nodes of accepted tokens after the root."""
         nodes = [self.root]

@@ -215,8 +215,13 @@ BEFORE_LOADING = [
     ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),
     ("HEADS/hydra", {"store": 1}, "hydra has no option store; it is for suffix, merged, auto"),
     ("merged", {"head_window": 64}, "head_window is for a head, and merged has none here; give head"),
+    ("merged", {"head": "HEADS/hydra", "head_window": 64}, "hydra has no option head_window; it is for merged"),
     ("auto", {"head_window": 64, "draft_model": "TARGET"}, "head_window is for a head, and auto has none here"),
-    ("medusa", {"head_window": 64}, "medusa has no option head_window; it is for merged, eagle, eagle3, peagle, dflash"),
+    (
+        "medusa",
+        {"head_window": 64},
+        "medusa has no option head_window; it is for merged, eagle, eagle3, peagle",
+    ),
     ("HEADS/eagle3", {"head_window": 0}, "head_window is 0; it must be at least 1"),
     ("HEADS/none.py:Mine", {}, "none.py:Mine': there is no such file"),
     ("medusa", {"head": "HEADS/hydra"}, "hydra is of kind hydra, not medusa"),
@@ -232,6 +237,7 @@ BEFORE_LOADING = [
     ("HEADS/broken.py:Mine", {}, "broken.py, line 2: ZeroDivisionError: division by zero"),
 ]
 WHILE_LOADING = [
+    ("auto", {"head_window": 64}, "head_window is for a head, and auto has none for this target; give head"),
     ("HEADS/eagle3", {"head_window": 3}, "head_window is 3; a draft of 6 tokens needs at least as many"),
     ("HEADS/wide", {}, "hidden size"),
     ("draft", {"draft_model": "SMALL"}, "vocabulary of 50 tokens, the target one of 96"),

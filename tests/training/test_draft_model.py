@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode import Sampling, Target, generate
 from draftless_commands import calibrate
 from draftless_commands import generate as generate_command
+from draftless_commands.checking.report import check_folder
+from draftless_commands.checking.serving import DRAFT_MODEL
 from draftless_commands.head_training.measurements import validate
 from proposers import DraftProposer, NGramProposer, StagedProposer, load_proposer
 from proposers.draft_models.loading import load_draft_model
@@ -195,8 +197,13 @@ def test_what_a_config_cannot_describe_is_refused() -> None:
 def test_recurrent_drafts_are_trained_as_chains(tmp_path: Path) -> None:
     model = tiny("lfm2", dtype=torch.float32)
     head = DraftModel(model.eval(), byte_level(), DraftModelConfig("tiny"), None)
-    found = validate(Target(tiny("llama", dtype=torch.float32)), head, [[5, 6, 7]])
+    target = Target(tiny("llama", dtype=torch.float32))
+    found = validate(target, head, [[5, 6, 7]])
     assert found.tau >= 1
+    head.tokenizer = target.tokenizer = byte_level()
+    head.save(tmp_path)
+    report = check_folder(tmp_path, target, "tiny", decode=False)
+    assert report.kind == DRAFT_MODEL and "does-not-load" not in {each.name for each in report.findings}
 
 
 def test_saving_again_replaces_all_files(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_a_packed_head_is_packed_again(tmp_path: Path, clock: None) -> None:
     trained = rollouts._head_refresh._head
     assert drafter.head.outputs and drafter.fast_pass.head is drafter.head is not trained
     states = torch.randn(3, drafter.head.hidden_size)
+    trained.borrow(rollouts._engine.target.output_matrix)
     with torch.no_grad():
         found, expected = drafter.head.logits(states), trained.logits(states)
     assert torch.allclose(found, expected, atol=0.02 * float(expected.abs().max()))
