@@ -164,3 +164,11 @@ def run_main(capsys: pytest.CaptureFixture[str]) -> Call:
         return Run(status, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def place(save_model: Callable[..., Path]) -> Path:
+    """A folder with a predictable model and 200 of its answers. Tests do not change it."""
+    from tests.support.training_runs import save_predictable  # imports the commands
+
+    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.scripts.test_serve import KEY, Place
+from tests.support.serving import KEY, Place
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page

@@ -20,8 +20,8 @@ from hypothesis import strategies as some
 from decode import Engine, Step, Target, Tree
 from draftless_commands.server.app import Server, make_app
 from draftless_commands.server.fields import ChatFields, TextFields
-from tests.scripts.test_serve import ASKED, KEY, Place, answer
 from tests.support.models import tiny
+from tests.support.serving import ASKED, KEY, Place, answer
 from tests.support.tokenizers import byte_level
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from decode import Sampling, Target, default_model, generate
 from draftless_commands.server.tools import ToolReader, write_tools
-from tests.scripts.test_serve import Place
+from tests.support.serving import Place
 from tests.support.tokenizers import byte_level
 
 pytest.importorskip("llguidance")

@@ -24,7 +24,7 @@ from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
 from proposers.load import load_draft_head
 from tests.support.commands import Call, Run
 from tests.support.drafting import draw_head
-from tests.support.training_runs import ADAMW, PLANNED, assert_same, losses, save_predictable, train
+from tests.support.training_runs import ADAMW, PLANNED, assert_same, losses, train
 from training.checkpoint import CHECKPOINT, METRICS, read_metrics
 from training.objectives import MedusaObjective
 from training.teacher import Batch
@@ -43,11 +43,6 @@ def refuse(run: Run, *messages: str) -> None:
     assert not run.out or list(read_plan(run.out)) == PLAN
     errors = [line for line in run.err.splitlines(keepends=True) if line.strip() and "%|" not in line]
     Run(run.status, "", "".join(errors)).refused(*messages)
-
-
-@pytest.fixture(scope="module")
-def place(save_model: Callable[..., Path]) -> Path:
-    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from heads import HydraConfig, HydraHead, MedusaConfig, MedusaHead
 from proposers import MedusaProposer
 from proposers.load import load_draft_head
 from tests.support.models import VOCABULARY, tiny
-from tests.support.training_runs import assert_same, save_predictable, stop_and_resume, train, walk
+from tests.support.training_runs import assert_same, stop_and_resume, train, walk
 from training.checkpoint import CHECKPOINT
 from training.data import Dataset, Example
 from training.joint import HEAD_WEIGHT, RATE_SHARE, Adapters, JointObjective
@@ -255,11 +255,6 @@ def test_without_peft_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     options = TrainOptions(kind="medusa", data=(tmp_path / "data",), out=tmp_path, init=tmp_path, joint=True)
     with pytest.raises(ValueError, match=r'run pip install "draftless\[lora\]"'):
         options.check_files()
-
-
-@pytest.fixture(scope="module")
-def place(save_model: Callable[..., Path]) -> Path:
-    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from decode import Target, generate
 from draftless_commands import calibrate, check
@@ -16,14 +15,9 @@ from heads import KINDS, load_head
 from heads.checkpoint import CONFIG, find_kind
 from proposers import load_kind, load_proposer
 from proposers.calibration import load_calibration
-from tests.support.training_runs import save_predictable, train, walk
+from tests.support.training_runs import train, walk
 
 GRU = f"{Path(__file__).parents[2] / 'examples' / 'gru_head.py'}:Gru"
-
-
-@pytest.fixture(scope="module")
-def place(save_model: Callable[..., Path]) -> Path:
-    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests.support.training_runs import (
     ADAMW,
     assert_same,
     losses,
-    save_predictable,
     start,
     stop_and_resume,
     train,
@@ -31,11 +29,6 @@ from training.data import Example, choose_draft_vocabulary
 from training.trainer import Trainer, plan_batches
 
 SHORT = ["--epochs", "2", "--save-every", "3", "--validate-every", "4", "--lr", "1e-2"]  # 22 steps
-
-
-@pytest.fixture(scope="module")
-def place(save_model: Callable[..., Path]) -> Path:
-    return save_predictable(save_model(dtype=torch.float32, num_hidden_layers=1), rows=200)
 
 
 @pytest.fixture(scope="module")
