@@ -242,13 +242,13 @@ class Engine:
                             self._schedulers[adapter] = self._schedulers.pop(adapter)
                             chunks += scheduler.step()
                             break
+                with self._adding:
+                    for chunk in chunks:
+                        if chunk.finish is not None:
+                            del self._requests[chunk.request_id]
             except BaseException as error:
                 self._end_all(*(("error", error) if isinstance(error, Exception) else ("cancelled",)))
                 raise
-            with self._adding:
-                for chunk in chunks:
-                    if chunk.finish is not None:
-                        del self._requests[chunk.request_id]
             return chunks
 
     def _end_cancelled(self) -> list[Chunk]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from decode import Answer, Chunk, Sampling, stream
-from decode.requests.answer import NO_NUMBERS
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
 from draftless_commands.shared.options import (
     DRAFTING,
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
         check_writable(args.store and Path(args.store), "--store")
+        lock = None if args.store is None else FileLock(f"{args.store}.lock")  # held until the end
+        try:
+            if lock is not None:
+                lock.acquire(blocking=False)
+        except Timeout as error:
+            raise ValueError(f"--store {args.store} is used by another run, which will write it") from error
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
@@ -80,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in SETTINGS}
-        turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[int]()
+        turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[str]()
         # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
         for turn in range(turns):
             asked, encoded = encode_turn(conversations, turn, target, renderer)
@@ -93,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             proposer.keep_answers()
             store.save(args.store, target)
         if failed:
-            raise ValueError(f"prompt {', '.join(map(str, failed))}: {NO_NUMBERS}")
+            raise ValueError("; ".join(failed))
         if any(conversation.is_open for conversation in conversations):
             raise SystemExit(1)
 
@@ -128,19 +135,19 @@ def read_grammar(text: str) -> Any:
     if len(text) > 2 and text[0] == text[-1] == "/":
         try:
             return re.compile(text[1:-1])
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ArgumentTypeError(f"{text} is no regular expression: {error}") from error
     if text != "json" and not text.endswith((".json", ".lark")):
         raise ArgumentTypeError(f"{text!r} is none of: json, a .json file, a .lark file, a /regular expression/")
     return text if text == "json" else Path(text)
 
 
-def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> list[int]:
+def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_json: bool, titled: bool) -> list[str]:
     """Print answers in order: as they grow, with statistics on stderr, or each as a line of JSON at its end.
 
-    Returns the numbers of conversations that end here, because the answer ended in an error.
+    Returns what is wrong with conversations that end here, because the answer ended in an error.
     """
-    coloured, places, failed, begun = has_colour(sys.stdout), list(asked), list[int](), -1
+    coloured, places, failed, begun = has_colour(sys.stdout), list(asked), list[str](), -1
     for chunk in end_line(in_order(chunks, len(asked)), as_json):
         place, answer = places[chunk.request_id], chunk.answer
         conversation = asked[place]
@@ -159,7 +166,7 @@ def print_answers(chunks: Iterator[Chunk], asked: dict[int, Conversation], as_js
         if answer.error is None:
             conversation.add(answer.text)
         else:
-            failed.append(place)
+            failed.append(f"prompt {place}: {answer.error.partition(': ')[2]}")
     return failed
 
 
@@ -188,7 +195,7 @@ def describe(answer: Answer) -> str:
 
 def to_json(answer: Answer) -> dict[str, Any]:
     """An answer as --json prints it."""
-    shown = {name: getattr(answer, name) for name in ("tokens", "text", "finish")}
+    shown = {name: getattr(answer, name) for name in ("tokens", "text", "finish", "error")}
     stats = {name: getattr(answer.stats, name) for name in ("steps", "tau", "tokens_per_second", "accepted_by_depth")}
     return {"prompt_tokens": len(answer.prompt), **shown, **stats, "seconds": answer.stats.seconds.total}
 

@@ -85,9 +85,9 @@ def run(engine: Engine, name: str, api_key: str | None, queue: int, grace: int, 
     """Answer requests until SIGTERM or Ctrl-C."""
     from draftless_commands.server.app import GraceServer, Server, make_app
 
-    app = make_app(Server(engine, name, api_key, queue))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the server gives it back at its end: then that is clean
     host, port, *_ = place.getsockname()
+    app = make_app(Server(engine, name, api_key, queue), host)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the server gives it back at its end: then that is clean
     print(f"draftless: {name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
     GraceServer(app, engine, grace).run(sockets=[place])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +30,7 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 NAMED = {"properties", "patternProperties", "$defs"}  # parts of a schema with schemas by name
 VALUES = {"const", "enum", "default", "examples"}  # and those with values
 MOST_KEPT = 64  # compiled grammars of a compiler
+STACK = 1 << 29  # bytes of a thread's stack, as far as it is used
 MOST_COMPILERS = 8  # of a tokenizer: requests may have end tokens of their own
 FORMS = (
     "a JSON schema (a dict, a pydantic model, the Path of a .json file), 'json', a compiled regular expression, a Lark "
@@ -186,10 +189,27 @@ class Compiler:
     def _compile_text(self, text: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self.tokenizer, text, log_level=0)
+        made: Future[LLMatcher] = Future()
+        with _STACKING:  # llguidance calls itself for a rule within a rule; an overflow would end the process
+            before = threading.stack_size(STACK)
+            try:
+                thread = threading.Thread(
+                    target=_fulfil, args=(made, partial(LLMatcher, self.tokenizer, text, log_level=0))
+                )
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        matcher = made.result()
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be read: {matcher.get_error().strip()}")
         return matcher
+
+
+def _fulfil(made: Future[LLMatcher], make: Callable[[], LLMatcher]) -> None:
+    try:
+        made.set_result(make())
+    except BaseException as error:
+        made.set_exception(error)
 
 
 class LibraryMatcher:
@@ -227,4 +247,4 @@ class LibraryMatcher:
 
 # By tokenizer, then by the vocabulary's size, the tokens that end answers, and the tokenizer's size.
 _COMPILERS: WeakKeyDictionary[Tokenizer, dict[tuple[int, frozenset[int], int], Compiler]] = WeakKeyDictionary()
-_MAKING = Lock()
+_MAKING, _STACKING = Lock(), Lock()

@@ -160,7 +160,7 @@ def _select_own(made: Any, row: int, count: int) -> Any:
     These are tensors and arrays [B, ...], lists and tuples of B things that are no numbers, and dicts by row.
     """
     own = copy_own(made, "give it a __deepcopy__, or generate row by row")
-    for name, value in list(vars(own).items()):
+    for name, value in list(getattr(own, "__dict__", {}).items()):
         if _has_rows(value, count):
             setattr(own, name, {0: value[row]} if isinstance(value, dict) else value[row : row + 1])
     return own
@@ -177,7 +177,7 @@ def _has_rows(value: Any, count: int) -> bool:
 
 def _find_unclear(made: Any, count: int) -> str | None:
     """The name of a user's attribute with B numbers, which may be meant for the rows or for all of them."""
-    for name, value in vars(made).items() if count > 1 and _is_users(made) else ():
+    for name, value in getattr(made, "__dict__", {}).items() if count > 1 and _is_users(made) else ():
         is_list = isinstance(value, (list, tuple)) and _are_plain(value) and len(value) == count
         if is_list or getattr(value, "shape", None) == (count,):
             return name

@@ -147,7 +147,7 @@ class AnswerStore:
         for index, token in enumerate([*answer, END]):
             place = self._end
             self._tokens[place % self.capacity] = token
-            if index >= GRAM:
+            if index >= GRAM and token != END:
                 bucket = self._bucket(key, answer[index - GRAM : index])
                 self._previous[place % self.capacity] = self._newest[bucket]
                 self._newest[bucket] = place

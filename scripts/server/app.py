@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import Depends, FastAPI
@@ -27,8 +30,10 @@ from starlette.requests import ClientDisconnect
 
 from decode import Chunk, Engine, Request
 from decode.grammars.grammar import make_matchers
+from decode.requests.detokenizer import find_special, read_stop
 from draftless_commands.server.errors import Refusal, as_refusal, read_faults, refuse
 from draftless_commands.server.fields import ChatFields, TextFields
+from draftless_commands.server.grammars import check_size
 from draftless_commands.server.metrics import Metrics, Watch
 from draftless_commands.server.replies import ChatReply, Reply, TextReply
 from draftless_commands.server.tools import ToolReader, write_tools
@@ -85,7 +90,9 @@ class Server:
         try:
             grammar = fields.find_grammar()  # compiled before others have to wait for it
             if grammar is not None:
-                grammar = make_matchers(grammar, self.target.tokenizer, self.target.vocabulary, self.target.stop_ids)
+                tokenizer = self.target.tokenizer
+                ends = self.target.stop_ids | find_special(read_stop(fields.stop), tokenizer)
+                grammar = make_matchers(check_size(grammar), tokenizer, self.target.vocabulary, ends)
             with self._adding:  # tokenizers are not for several threads
                 self._check_room(choices * len(fields.prompts))
                 prompts = self._encode(fields)
@@ -243,8 +250,18 @@ async def wait_until_gone(http: HttpRequest) -> None:
         pass
 
 
-def make_app(server: Server, most_bytes: int = 2 << 20) -> FastAPI:
-    """The application. most_bytes: of a request's body."""
+def refuse_other_hosts(host: str, http: HttpRequest) -> None:
+    """Raise Refusal for a request to another host than this machine, if the server is for this machine alone.
+
+    A web page of others may let its own name lead to 127.0.0.1 (DNS rebinding), so that browsers let it read answers.
+    """
+    asked = urlsplit(f"//{http.headers.get('host', '')}").hostname or ""
+    if ip_address(host).is_loopback and asked not in ("localhost", "127.0.0.1", "::1", host):
+        raise Refusal(403, f"the host is {asked!r}; this server is for this machine: --host lets others in")
+
+
+def make_app(server: Server, host: str = "127.0.0.1", most_bytes: int = 2 << 20) -> FastAPI:
+    """The application. host: the address that it is served at. most_bytes: of a request's body."""
 
     @asynccontextmanager
     async def live(app: FastAPI) -> AsyncIterator[None]:
@@ -253,6 +270,8 @@ def make_app(server: Server, most_bytes: int = 2 << 20) -> FastAPI:
 
     refusals = dict.fromkeys((Refusal, HTTPException, Exception), refuse)
     app = FastAPI(title="Draftless", lifespan=live, openapi_url=None, exception_handlers=refusals)
+    local = Depends(partial(refuse_other_hosts, host))
+    app.router.dependencies.append(local)
     keyed = [Depends(server.check_key)]
 
     @app.post("/v1/chat/completions", dependencies=keyed)

@@ -77,7 +77,7 @@ class Fields(Part):
         return {"sampling": sampling, **limits}
 
     def find_grammar(self) -> Any:
-        """What the answer must look like; None: anything. Raises ValueError for what cannot be read."""
+        """What the answer must look like; None: anything. Raises ValueError for what cannot be read or is too large."""
         return self.structured_outputs and self.structured_outputs.read()
 
     @property
@@ -92,7 +92,7 @@ def read_call(call: Any) -> Any:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {**call, "function": {"name": name, "arguments": arguments}}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         form = '{"function": {"name": ..., "arguments": "{...}"}}'
         raise ValueError(f"messages: a tool call is {form} ({type(error).__name__}: {error})") from error
 
@@ -174,8 +174,14 @@ class ChatFields(Fields):
         kept = {name: value for name, value in message.items() if value is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
-        if kept.get("tool_calls"):
-            kept["tool_calls"] = [read_call(call) for call in kept["tool_calls"]]
+        parts = kept.get("content")
+        texts = [each.get("text") for each in parts if isinstance(each, dict)] if isinstance(parts, list) else []
+        if texts and all(isinstance(each, str) for each in texts):
+            kept["content"] = "".join(texts)
+        if calls := kept.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError("messages: tool_calls are a list")
+            kept["tool_calls"] = [read_call(call) for call in calls]
         return kept
 
 

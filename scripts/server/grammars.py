@@ -11,6 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from decode.grammars.grammar import SPACING, parse
 
 Schema = dict[str, Any]
+LONGEST, LONGEST_PATTERN = 1 << 16, 1 << 13  # characters of a grammar: compiling takes their square
+
+
+def check_size(grammar: Any) -> Any:
+    """The grammar. Raises ValueError for one that would take seconds to compile."""
+    is_pattern = isinstance(grammar, re.Pattern)
+    text = grammar.pattern if is_pattern else grammar if isinstance(grammar, str) else json.dumps(grammar)
+    if len(text) > (most := LONGEST_PATTERN if is_pattern else LONGEST):
+        kind = "regular expression" if is_pattern else "grammar"
+        raise ValueError(f"the {kind} has {len(text)} characters; at most {most} are compiled here")
+    return grammar
 
 
 class Part(BaseModel):
@@ -63,7 +74,7 @@ class StructuredOutputs(Part):
         if self.regex is not None:
             try:
                 return re.compile(self.regex)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 raise ValueError(f"structured_outputs.regex: {error}") from error
         return self.grammar if self.choice is None else f"start: {' | '.join(map(json.dumps, self.choice))}"
 

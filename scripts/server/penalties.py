@@ -35,7 +35,7 @@ def make_processors(fields: Any, prompt: int, vocabulary: int) -> Callable[[int]
         made.append(RepetitionPenaltyLogitsProcessor(fields.repetition_penalty))
     if fields.logit_bias:
         for token in fields.logit_bias:
-            if not token.isdecimal() or int(token) >= vocabulary:
+            if not token.isdecimal() or len(token) > 10 or int(token) >= vocabulary:
                 raise ValueError(f"logit_bias has {token!r}; its keys are token ids from 0 to {vocabulary - 1}")
         biases = {(int(token),): float(bias) for token, bias in fields.logit_bias.items()}
         made.append(SequenceBiasLogitsProcessor(biases))

@@ -114,7 +114,17 @@ class Reply(ABC):
         }
 
     def name(self, token: int) -> str:
-        return str(self.tokenizer.decode([token]))
+        """The text of a token within a text: some tokenizers leave out the space of the first one."""
+        before = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return str(self.tokenizer.decode([*before, token])).removeprefix(self.tokenizer.decode(before))
+
+    def cut_stop(self, request: Request) -> list[int]:
+        """The tokens of an answer, without those of the stop string that ended it."""
+        assert request.answer is not None
+        tokens, is_stopped = [*request.answer.tokens], request.answer.finish == "stop"
+        while is_stopped and tokens and any(stop in self.tokenizer.decode(tokens) for stop in request.limits.stop):
+            tokens.pop()
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         reason = REASONS[answer.finish]
         if self.readers:
-            message |= self.readers[index].read(answer.text, answer.tokens)
+            message |= self.readers[index].read(answer.text, self.cut_stop(request))
             if "tool_calls" in message:
                 message, reason = message | {"content": message["content"] or None}, "tool_calls"
         told = self.tell(answer.tokens, answer.log_probs)
@@ -150,7 +160,7 @@ class ChatReply(Reply):
         reader = self.readers[index]
         delta: dict[str, Any] = {"content": reader.push(chunk.text)}
         if chunk.answer is not None:
-            held = reader.read(reader.held, chunk.answer.tokens)
+            held = reader.read(reader.held, self.cut_stop(self.requests[index]))
             delta = held | {"content": delta["content"] + held["content"]}
         if not delta["content"]:
             del delta["content"]
@@ -191,7 +201,10 @@ class TextReply(Reply):
         if not log_probs:
             return None
         names = [self.name(token) for token in tokens]
-        best = [{self.name(token): max(p, LEAST) for token, p in each.best.items()} for each in log_probs]
+        best: list[dict[str, float]] = [{} for _ in log_probs]
+        for named, each in zip(best, log_probs, strict=True):  # of tokens with the same text the most likely one
+            for token, p in each.best.items():
+                named.setdefault(self.name(token), max(p, LEAST))
         return {
             "tokens": names,
             "token_logprobs": [max(each.chosen, LEAST) for each in log_probs],

@@ -21,7 +21,7 @@ from decode import Engine, Step, Target, Tree
 from draftless_commands.server.app import Server, make_app
 from draftless_commands.server.fields import ChatFields, TextFields
 from tests.support.models import tiny
-from tests.support.serving import ASKED, KEY, Place, answer
+from tests.support.serving import ASKED, KEY, MESSAGES, Place, answer
 from tests.support.tokenizers import byte_level
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,8 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def client(target: Target) -> Iterator[TestClient]:
     engine = Engine(target, "ngram", rows=4)
-    with TestClient(make_app(Server(engine, "tiny", queue=40)), raise_server_exceptions=False) as client:
+    app, local = make_app(Server(engine, "tiny", queue=40)), "http://localhost"
+    with TestClient(app, local, raise_server_exceptions=False) as client:
         yield client
 
 
@@ -103,10 +104,30 @@ def test_deep_and_long_bodies(client: TestClient, target: Target) -> None:
         ('{"messages": ' + "[" * 100_000, 400),
         (json.dumps(ASKED | {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}), 400),
         (json.dumps(ASKED | {"user": "a" * (3 << 20)}), 413),
+        (json.dumps(ASKED | {"structured_outputs": {"regex": "a?" * 50_000}}), 400),
+        (json.dumps(ASKED | {"structured_outputs": {"regex": "a{99999999999999999999}"}}), 400),
+        (json.dumps(ASKED | {"structured_outputs": {"regex": "(" * 3000 + "a" + ")" * 3000}}), 400),
+        (json.dumps(ASKED | {"structured_outputs": {"choice": ["a" * 9] * 9000}}), 400),
+        (json.dumps(ASKED | {"messages": [call_with("[" * 100_000), MESSAGES[1]]}), 400),
+        (json.dumps(ASKED | {"messages": [{"role": "assistant", "tool_calls": 5}, MESSAGES[1]]}), 400),
+        (json.dumps(ASKED | {"logit_bias": {"1" * 5000: 1}}), 400),
     ):
         assert client.post("/v1/chat/completions", content=body.encode(), headers=JSON).status_code == status
     (expected,) = answer(target)
     assert ask(client).json()["choices"][0]["message"]["content"] == expected.text
+
+
+def call_with(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize("host", ["evil.example:8000", "localhost.evil.example", "[::2]:8000", ""])
+def test_a_name_that_leads_to_this_machine_is_refused(client: TestClient, host: str) -> None:
+    """As of a web page whose name leads to 127.0.0.1 (DNS rebinding)."""
+    made = client.post("/v1/chat/completions", content=json.dumps(ASKED), headers=JSON | {"Host": host})
+    assert made.status_code == 403 and "this server is for this machine" in made.json()["error"]["message"]
+    for own in ("127.0.0.1:8000", "[::1]:8000", "localhost"):
+        assert client.get("/health", headers={"Host": own}).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
@@ -135,7 +156,8 @@ class Failing:
 def test_a_step_that_fails(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
     proposer = Failing()
     (expected,) = answer(target)
-    with TestClient(make_app(Server(Engine(target, proposer), "tiny")), raise_server_exceptions=False) as client:
+    app, local = make_app(Server(Engine(target, proposer), "tiny")), "http://localhost"
+    with TestClient(app, local, raise_server_exceptions=False) as client:
         proposer.fails = True
         made = ask(client)
         assert made.status_code == 500 and "out of luck" in made.json()["error"]["message"]
@@ -163,7 +185,7 @@ def leave(port: int, stage: str, number: int) -> None:
     """A client that goes away at some stage."""
     fields = ASKED | {"stream": number % 2 == 0, "max_tokens": 200, "seed": number, "temperature": 1}
     body = json.dumps(fields).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
         if stage != "connects":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
@@ -248,3 +250,25 @@ def test_an_error_of_llguidance_ends_its_request_alone() -> None:
     with pytest.warns(RuntimeWarning, match=r"request 0: ValueError: the grammar failed: ParserTooComplex$"):
         answers = generate(target, prompts, None, grammar=make, max_new_tokens=30)
     assert [answer.finish for answer in answers] == ["error", "length"] and len(answers[0].tokens) == 4
+
+
+DEEP = r"""
+import json, sys
+from decode.grammars.grammar import make_matchers
+from tests.support.tokenizers import byte_level
+tokenizer = byte_level()
+place = {"type": "object", "required": ["x"]}
+schema = {"$ref": "#/$defs/a0", "$defs": {"a1000": {"type": "integer"}}}
+for number in range(1000):
+    schema["$defs"][f"a{number}"] = {**place, "properties": {"x": {"$ref": f"#/$defs/a{number + 1}"}}}
+rules = "start: r0\n" + "\n".join(f"r{number}: r{number + 1}" for number in range(5000)) + '\nr5000: "a"'
+for grammar in (schema, rules):
+    assert make_matchers(grammar, tokenizer, len(tokenizer), frozenset([1]))(0).find_allowed().any()
+print("done")
+"""
+
+
+def test_rules_within_rules_do_not_overflow_the_stack() -> None:
+    """That would end the process."""
+    run = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
