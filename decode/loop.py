@@ -19,11 +19,11 @@ from decode.proposer import Drafting, Proposer, Step, join_rows
 from decode.reading import Reading
 from decode.request import Request
 from decode.requests.answer import Chunk, LogProbs, Seconds, Stats
-from decode.session import Session
+from decode.session import Session, Verdict
 from decode.target import Target
 from decode.trees.accept import WRONG_TREE, AcceptanceRule, Accepted, accept, accept_rows, unpack
 from decode.trees.noise import KEY_NAMES, row_keys
-from decode.trees.sampling import Sampling, group_rows
+from decode.trees.sampling import NO_TOKEN, Sampling, group_rows
 from decode.trees.tree import Tree
 
 
@@ -77,6 +77,8 @@ class Batch:
             accepted = unpack(verdict.packed)
         else:
             accepted = self._accept(requests, tree, verdict.logits, upload, allowed)
+            if NO_TOKEN in accepted.bonus and tree.width > 1 and tree.q is None:
+                tree, verdict, accepted = self._verify_roots(step) or (tree, verdict, accepted)
         seconds.lap("accept")
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
             with self.drafting.checking():
@@ -93,6 +95,23 @@ class Batch:
             nodes = step.given + (sum(sizes) / len(sizes) if self.target.passes_flat else max(sizes))
             self.target.learn_cost(step.sequences, nodes, seconds.target + seconds.accept + seconds.rest)
         return chunks
+
+    def _verify_roots(self, step: Step) -> tuple[Tree, Verdict, Accepted] | None:
+        """The pass without draft tokens: where the states of one overflow, masks do not keep NaN from other nodes.
+
+        None if requests have processors, which may not see the same text twice.
+        """
+        requests, session = step.requests, self.session
+        assert session is not None
+        if any(request.sampling.processors for request in requests):
+            return None
+        session.clear_free_slots()
+        tree = Tree.chain([[root] for root in step.bonus])
+        tree, allowed = constrain(tree, [request.constraint for request in requests])
+        tree, noise = tree.to(self.target.device), Upload(self.target.device)
+        noise.add(_list_keys(requests, 1))
+        verdict = session.verify(tree)
+        return tree, verdict, self._accept(requests, tree, verdict.logits, noise, allowed)
 
     def open(self, rows: int, is_whole: bool, inputs: Any = None) -> Session:
         """An empty session. The first one that `is_whole`, a row for each request, becomes the batch's own."""
@@ -121,6 +140,7 @@ class Batch:
         tree, noise = Tree.chain([request.sequence[-1:] for request in requests]), Upload(self.target.device)
         noise.add(_list_keys(requests, 1))
         tree, allowed = constrain(tree, [request.constraint for request in requests])
+        tree = tree.to(logits.device)  # rows are selected there
         accepted = self._accept(requests, tree, logits[:, None], noise, allowed)
         seconds.lap("accept")
         committed, kept = [[*request.sequence] for request in requests], list[int | None]([None] * len(requests))
@@ -139,6 +159,7 @@ class Batch:
             if request.finish and request.call is not None:
                 request.call.record_row(request.request_id, self.session, row)
         if self.prefixes is not None:
+            self.session.settle()  # an error in the middle would spoil the others
             for text, request in zip(self.list_texts(), requests, strict=True):
                 if request.finish not in (None, "error"):
                     self.prefixes.add(text, self.version)
@@ -201,6 +222,8 @@ class Batch:
             tree = tree.to(torch.device("cpu"))
             with self.drafting.checking():
                 tree.check(len(depths), most, self.target.vocabulary, step.bonus)
+            if tree.width > int(tree.sizes.min()):  # padding may be of any token
+                tree = tree.with_tensors({"tokens": torch.where(tree.real, tree.tokens, 0)})
             tree = (tree.best_chains() if self.target.is_recurrent else tree).cut(depths)
         else:
             tree = tree.to(upload.device)

@@ -192,7 +192,12 @@ class Prefixes:
         for owner, tokens in [*self._texts]:
             if owner is target and text.tokens[: len(tokens)] == tokens:
                 del self._texts[owner, tokens]
-        self._texts[target, text.tokens] = text.copy()
+        try:
+            self._texts[target, text.tokens] = text.copy()
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
+            self.clear()
         while self.bytes > self.most:
             self._texts.popitem(last=False)
 
@@ -220,6 +225,12 @@ class Prefixes:
         if (target, text.tokens) in self._texts:
             self._texts.move_to_end((target, text.tokens))
         return text.first(length)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether memory is missing, by torch's messages."""
+    told = ("allocate memory", "enough memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in told)
 
 
 def count_common(text: Sequence[int], other: Sequence[int]) -> int:

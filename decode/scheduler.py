@@ -8,11 +8,9 @@ from itertools import islice
 from math import inf
 from threading import RLock
 
-import torch
-
 from decode.devices.cost_curve import CostCurve
 from decode.loop import Batch
-from decode.prefill import ALIKE, Prefixes
+from decode.prefill import ALIKE, Prefixes, lacks_memory
 from decode.proposer import Proposer, find_member
 from decode.reading import Reading
 from decode.request import Request
@@ -117,13 +115,17 @@ class Scheduler:
         most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
         while left > 0 and (requests := self._reading.requests if self._reading else self._take_alike(left, most)):
             before = self._reading.tokens if self._reading else 0
+            if self._reading is None and self._batch is not None and self._batch.session is not None:
+                self._batch.session.settle()  # moving half of a row's nodes would spoil running answers
+            reading: Reading | None = None
             try:
                 reading = self._reading = self._reading or self._begin_reading(requests, most)
                 read, seconds = reading.read_part()
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+            except RuntimeError as error:  # `torch.OutOfMemoryError` is one
+                if not lacks_memory(error):
                     raise
-                self._reading, left = None, left - 1
+                error.__traceback__ = None  # its frames hold what was read so far
+                self._reading, reading, left = None, None, left - 1
                 self._release()
                 chunks += [self.end(request, "error", error) for request in requests]
                 continue

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isnan, sqrt
 from operator import add
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -300,9 +301,11 @@ def _misses_edge(target: StockModel, kind: str, span: AttentionWindow) -> bool:
 @contextmanager
 def _capture_states(target: StockModel, layer: int) -> Iterator[list[Tensor]]:
     """A list that gets the states [N, F] of the first row's nodes after a layer, in each forward pass."""
-    captured: list[Tensor] = []
+    captured, thread = list[Tensor](), get_ident()
 
     def read(module: nn.Module, args: Any, output: Any) -> None:
+        if get_ident() != thread:  # another may run the same model
+            return
         states = output if isinstance(output, Tensor) else output[0]  # [..., B, N, H]; some models have several
         captured.append(states.movedim(-2, 0).flatten(1).float())
 

@@ -67,13 +67,13 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     load_batch = BatchLoader(dataset.examples, parts.teacher)
     if options.plan:
         if accelerator.is_main_process:
-            print_plan(parts.objective, dataset, options.schedule, load_batch)
+            print_plan(parts.objective, dataset, options.schedule, load_batch, accelerator.num_processes)
         return
 
     settings = describe_settings(options, dataset, head)
     state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
     if state is None and accelerator.is_main_process:
-        print_plan(parts.objective, dataset, options.schedule, load_batch)
+        print_plan(parts.objective, dataset, options.schedule, load_batch, accelerator.num_processes)
     options.out.mkdir(parents=True, exist_ok=True)
     if state is None and accelerator.is_main_process:
         write_record(options, dataset)

@@ -39,9 +39,10 @@ def load_checkpoint(
         begun = state["settings"]
     except (RuntimeError, pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
         raise ValueError(f"{file} is damaged, or no checkpoint of a training; begin anew in another folder") from error
-    changed = [name for name in settings if begun.get(name) != settings[name]]
+    names = [*settings, *(name for name in begun if name not in settings and name not in fingerprints)]
+    changed = [name for name in names if begun.get(name) != settings.get(name)]
     if changed:
-        listed = ", ".join(f"{name} was {begun.get(name)!r}, now {settings[name]!r}" for name in changed)
+        listed = ", ".join(f"{name} was {begun.get(name)!r}, now {settings.get(name)!r}" for name in changed)
         raise ValueError(f"the training in {folder} was begun with other settings: {listed}; resume with the same")
     if not changed_model and (changes := find_changes(begun, fingerprints)):
         raise ValueError(

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,12 +53,16 @@ class DraftModel(nn.Module):
         self.vocab_size = int(self._text_config.vocab_size)
         self.draft_size = self.vocab_size if tokens is None else len(tokens)
         self.register_buffer("token_map", tokens, persistent=False)
-        for module in (*filter(lambda each: isinstance(each, nn.Embedding), model.modules()), self._output):
+        decoder = find_decoder(model)[0]
+        model.requires_grad_(False)
+        decoder.requires_grad_(True)
+        for module in (*filter(lambda each: isinstance(each, nn.Embedding), decoder.modules()), self._output):
             module.requires_grad_(False)
         weight, bias = self._output.weight.detach(), getattr(self._output, "bias", None)
         bias = None if bias is None else bias.detach()
         self.register_buffer("matrix", weight if tokens is None else weight[tokens], persistent=False)
         self.register_buffer("bias", bias if tokens is None or bias is None else bias[tokens], persistent=False)
+        self.train()
         self._scale = self._find_scale()
         if tokens is not None:  # `load_draft_model` reads them; other programs draft from the whole vocabulary
             self._text_config.draft_tokens = tokens.tolist()
@@ -83,6 +87,10 @@ class DraftModel(nn.Module):
             kind = self.model.config.model_type
             raise ValueError(f"{kind} does more to its logits than a matrix product, so it cannot be trained here")
         return scale
+
+    def train(self, mode: bool = True) -> Self:
+        """It stays in evaluation mode, without dropout: it is resumed and validated as it is trained."""
+        return super().train(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The states [B, T, H] after tokens [B, T], which may be padded at their ends."""

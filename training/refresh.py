@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from decode import Answer, Target
+from decode.weights.layers import cast
+from heads.formats.layout import choose_dtype
 from training.data import Example
 from training.factory import make_objective
 from training.feature_cache import BatchLoader
@@ -93,8 +95,7 @@ class HeadRefresh:
                 self._step(objective, batch)
                 if perf_counter() >= end:
                     break
-        shared = {id(each): each for each in head.buffers()}
-        self._drafter.replace_head(deepcopy(head, shared).to(self._drafter.dtype), target)
+        self._drafter.replace_head(copy_in(head, self._drafter.dtype), target)
         self._optimizer.zero_grad()
         if head.output == "target":
             head.borrowed = head.borrowed_bias = None
@@ -117,6 +118,16 @@ class HeadRefresh:
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         if nn.utils.clip_grad_norm_(weights, MAX_NORM).isfinite():
             self._optimizer.step()
+
+
+def copy_in(head: Any, dtype: torch.dtype) -> Any:
+    """A copy of a head in a dtype, but for what heads have in float32 (`choose_dtype`); it shares buffers in it."""
+    copied = cast(deepcopy(head, {id(each): each for each in head.buffers()}), dtype)
+    for name, tensor in head.state_dict().items():
+        if choose_dtype(head, name, dtype) == torch.float32:
+            module, _, last = name.rpartition(".")
+            getattr(copied.get_submodule(module), last).data = tensor.clone()
+    return copied
 
 
 def estimate_tau(loss: Loss) -> float:

@@ -42,6 +42,7 @@ from decode.trees.tree import Tree
 # The largest error of a kernel: a token's median error, as a share of what the layer typically adds to its state.
 # A share of the largest state would hide errors: real models have a few huge ones.
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+MOST_SHAPES = 1 << 12  # sizes of calls that a kernel remembers
 # Rows, nodes and committed tokens of the passes, most rows first. All sizes of the first two differ, the slots in use
 # too: 64 and 128.
 TRIALS = ((2, 5, 8), (1, 1, 70), (1, 17, 8))
@@ -85,6 +86,8 @@ class Signature:
         if shapes is None:
             sizes = dict(zip("BNS", call.sizes, strict=True))
             shapes = [torch.Size(sizes.get(size, size) for size in each) for each in self._dimensions]
+            if len(self._shapes) >= MOST_SHAPES:  # of long texts, in flat passes of any number of tokens
+                self._shapes.clear()
             self._shapes[call.sizes] = shapes
         return [tensor.shape for tensor in call.tensors] == shapes
 

@@ -83,7 +83,7 @@ def pack(*weights: Weight, digits: int = DIGITS) -> Tensor:
 
 def unpack(packed: Tensor, rows: Tensor) -> Tensor:
     """Rows of packed weights in float32, [..., K] for row numbers [...]. Raises RuntimeError for a missing one."""
-    unpacked: Tensor = torch.ops.draftless.unpack(packed.cpu(), rows.cpu()).to(packed.device)
+    unpacked: Tensor = torch.ops.draftless.unpack(packed.cpu(), rows.cpu().long()).to(packed.device)
     return unpacked
 
 

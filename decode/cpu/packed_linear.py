@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from decode.cpu.native_ops import DIGITS_AT, load_native_ops, pack, unpack
+from decode.cpu.native_ops import DIGITS_AT, list_forms, load_native_ops, pack, unpack
 from decode.devices.transfer import waits
 from decode.weights.blocks import StoredLayer, Weight
 from decode.weights.layers import (
@@ -151,7 +151,8 @@ class PackedLinear(PackedLayer):
         self.packed[DIGITS_AT].view(torch.int64).fill_(digits)
 
     def extra_repr(self) -> str:
-        return f"digits={self.digits}"
+        forms = sorted({form for form, _ in list_forms(self.packed)})  # few bits are read sooner: nodes cost more
+        return f"digits={self.digits}, forms={', '.join(forms)}"
 
     def dense_weight(self) -> Tensor:
         return self.rows(torch.arange(self.out_features))

@@ -26,6 +26,7 @@ from decode.models.default_model import default_model
 from decode.requests.text import Tokenizer
 from decode.weights.gguf.description import has_description
 from decode.weights.gguf.model import find_gguf, load_gguf
+from decode.weights.layers import cast
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -122,7 +123,7 @@ def _load_adapted(folder: Path, dtype: Any, device_map: Any) -> tuple[PreTrained
         raise ValueError(f"its base model {place!r} cannot be loaded: {_explain(error, place)}") from error
     model = apply_adapter(model, folder)
     if is_exact and dtype != "auto":
-        model = model.to(dtype)
+        model = cast(model, dtype)
     model.name_or_path = model.config.name_or_path = str(folder)
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     return model, type(tokenizer).from_pretrained(folder) if has_tokenizer else tokenizer

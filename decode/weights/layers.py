@@ -18,6 +18,8 @@ from decode.weights.blocks import StoredExperts, StoredLayer
 
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# An input of a merged layer, its outputs, and the parts that were not called with it yet.
+NOTHING: tuple[Tensor | None, tuple[Tensor, ...], frozenset[int]] = None, (), frozenset()
 SAMPLES = 64  # elements of a tensor that are compared to find out whether it was written
 BAD_WEIGHT = "has values that are NaN or infinite, so no logits can be computed; check the file, or try another --dtype"
 
@@ -73,6 +75,21 @@ class LiveWeights:
 def sample(tensor: Tensor) -> Tensor:
     """Some `SAMPLES` elements of a tensor, evenly spread over its rows and columns."""
     return tensor.detach().flatten()[:: tensor.numel() // SAMPLES | 1].clone()  # an odd stride meets many columns
+
+
+def cast(model: Any, dtype: Any) -> Any:
+    """The model in another dtype, in place. As in `from_pretrained`, rotary frequencies stay in float32: bfloat16 holds
+    8 bits of them."""
+    kept = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name.endswith("inv_freq")
+    ]
+    model = model.to(dtype)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+    return model
 
 
 def find_bad_weight(module: nn.Module) -> str | None:
@@ -141,7 +158,7 @@ class MergedLinear(nn.Module):
         super().__init__()
         self.layer = join(*linears)
         self.sizes = [linear.out_features for linear in linears]
-        self._last: tuple[Tensor | None, tuple[Tensor, ...]] = None, ()  # an input and its outputs
+        self._last = NOTHING
         self.eval()
 
 
@@ -156,11 +173,11 @@ class MergedPart(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """This part's outputs. The first part that is called with an input computes those of all parts."""
         merged = self.merged
-        last_inputs, outputs = merged._last  # read once: another thread may run the same model
-        if inputs is not last_inputs:
-            outputs = merged.layer(inputs).split(merged.sizes, dim=-1)
-        is_last = self.index == len(merged.sizes) - 1  # parts are called in order: free the outputs after the last one
-        merged._last = (None, ()) if is_last else (inputs, outputs)
+        last_inputs, outputs, left = merged._last  # read once: another thread may run the same model
+        if inputs is not last_inputs or self.index not in left:
+            outputs, left = merged.layer(inputs).split(merged.sizes, dim=-1), frozenset(range(len(merged.sizes)))
+        left -= {self.index}  # in any order: Falcon-H1 calls its up_proj first
+        merged._last = (inputs, outputs, left) if left else NOTHING
         return outputs[self.index]
 
     @property

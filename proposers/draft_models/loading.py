@@ -40,6 +40,7 @@ def load_draft_model(
 def read_draft_tokens(folder: Path) -> list[int] | None:
     """The tokens that a model in a folder was trained to draft; None: all. Raises ValueError for a damaged list."""
     config = _read_config(folder)
+    config |= text if isinstance(text := config.get("text_config"), dict) else {}
     if (tokens := config.get("draft_tokens")) is None:
         return None
     size = config.get("vocab_size")

@@ -175,12 +175,14 @@ class Card:
             if engine not in list_servers(self.kind):
                 yield f"{NAMES[engine]} has no class for {self.kind} heads."
             elif self.report.commands.get(engine) is None:
-                yield f"{NAMES[engine]} does not serve it as it was trained:" + self._list_errors(engine)
+                yield f"It is not for {NAMES[engine]} as it is:" + self._list_errors(engine)
             else:
                 yield f"{NAMES[engine]}:\n\n```sh\n{served[engine]}\n```"
 
     def _list_errors(self, engine: str) -> str:
         found = [
-            each.text for each in self.report.findings if each.level == "error" and each.engine in (engine, "both")
+            each.text
+            for each in self.report.findings
+            if each.level == "error" and each.engine in (engine, "both", "draftless")
         ]
         return "".join(f"\n- {text}" for text in found)

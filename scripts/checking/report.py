@@ -145,6 +145,8 @@ def count_accepted(target: Target, proposer: Proposer) -> dict[str, tuple[int, i
     chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
     for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS):
         if chunk.answer is not None:
+            if chunk.answer.error is not None:
+                raise ValueError(chunk.answer.error)
             found[chunk.request_id] = chunk.answer.stats
     return {prompt: (found[number].tokens, found[number].steps) for number, prompt in enumerate(PROMPTS)}
 

@@ -140,6 +140,9 @@ def check_embeddings(folder: Folder) -> Iterator[Finding]:
     if head.kind == "eagle" and head.output == "shared":
         yield error("sglang", "output", "SGLang takes the target's output matrix, not the head's: train without it")
     own = folder.tensors.get(EMBEDDING)
+    if own is None and head.kind == "eagle" and folder.target.embedding_scale != 1:
+        text = "it was trained on scaled embeddings, and servers look up unscaled ones: train an EAGLE-3 head"
+        yield error("both", "embeddings", text)
     if own is None:
         return
     theirs = folder.target.embedding_matrix.cpu().float()
@@ -171,7 +174,7 @@ def check_offsets(folder: Folder) -> Iterator[Finding]:
     offsets = folder.tensors.get("d2t")
     if folder.head.token_map is not None and offsets is None:
         yield error("both", "d2t", "there is no d2t, and servers ignore t2d: save the head with Draftless")
-    elif offsets is not None and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
+    elif offsets is not None and "t2d" not in folder.tensors and len(offsets) > 2 and bool((offsets.diff() > 0).all()):
         text = "d2t must hold offsets, but it seems to hold token ids: subtract 0, 1, 2, ... from its entries"
         yield error("both", "d2t", text)
 

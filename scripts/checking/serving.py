@@ -164,6 +164,8 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
         if chunk.answer is not None:
             answers[chunk.request_id] = chunk.answer
     ordered = [answers[place] for place in range(len(PROMPTS))]
+    if failed := [answer.error for answer in ordered if answer.error is not None]:
+        raise ValueError(failed[0])
     tokens = [answer.tokens[:NEW_TOKENS] for answer in ordered]
     return [answer.prompt for answer in ordered], Answers(tokens, stats.steps, list(stats.accepted_by_depth))
 

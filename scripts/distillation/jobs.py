@@ -33,8 +33,13 @@ class Job:
     texts: Texts = field(default_factory=list)  # the token ids of prompts and answers so far
 
     def take(self, answer: Answer, renderer: Renderer) -> dict[str, Any] | None:
-        """Add an answer. Returns the finished row, or None if another question follows."""
+        """Add an answer. Returns the finished row, or None if another question follows.
+
+        Raises ValueError for one that failed, unless its logits are no numbers: it can be asked again.
+        """
         if answer.finish == "error":
+            if not isinstance(answer.exception, FloatingPointError):
+                raise ValueError(f"{answer.error}; the answers so far are kept") from answer.exception
             return self.drop("nan", renderer)
         if answer.finish == "criterion":
             return self.drop("loop", renderer)

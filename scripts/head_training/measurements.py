@@ -33,12 +33,17 @@ NEW_TOKENS, BATCH = 64, 16  # in validations; BATCH: prompts at a time
 DEPTH = 6  # of draft models, which have none of their own
 
 
-def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader) -> None:
-    """Print parameters, tokens, memory and time, measured on a few batches; no weight is changed."""
+def print_plan(
+    objective: nn.Module, dataset: Dataset, schedule: Schedule, load_batch: BatchLoader, processes: int = 1
+) -> None:
+    """Print parameters, tokens, memory and time, measured on one process's part of a few batches.
+
+    No weight is changed.
+    """
     examples = dataset.examples
     lengths = [len(example.tokens) for example in examples]
     batches = schedule.plan(lengths)
-    measured = batches[:TRIALS]
+    measured = [batch[::processes] for batch in batches[:TRIALS]]
     count = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
     target_seconds, head_seconds = _measure(objective, measured, load_batch)
     seconds = target_seconds + head_seconds
@@ -54,7 +59,8 @@ def print_plan(objective: nn.Module, dataset: Dataset, schedule: Schedule, load_
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(batches):,}",
         "memory": f"{memory / 2**30:.2f} GiB, measured on {len(measured)} batches",
-        "speed": f"{tokens / seconds:,.0f} answer tokens/s; {target_seconds / seconds:.0%} of the time is the model's",
+        "speed": f"{processes * tokens / seconds:,.0f} answer tokens/s; "
+        f"{target_seconds / seconds:.0%} of the time is the model's",
         "time": _format_time(seconds * len(batches) / len(measured)) + ", without validations",
         "with features cached": _format_time(head_seconds * len(batches) / len(measured)),
     }
@@ -74,6 +80,8 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
     answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
     stats = Stats()
     for answer in answers:
+        if answer.error is not None:
+            raise ValueError(answer.error)
         stats.add(answer.stats)
     reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
     return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])

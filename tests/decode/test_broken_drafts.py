@@ -146,6 +146,50 @@ class PaddedTrees:
         return Tree(tokens, parents, torch.full((rows,), 2), height=budget + 2)
 
 
+class OnePath(Source):
+    """Names one token after the root."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def continuations(self, state: Place) -> Sequence[Continuation]:
+        return [] if state.draft else [Continuation(self.token, 0.9)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_a_draft_token_whose_states_overflow(accelerate: str, sampling: Sampling, batch_size: int) -> None:
+    """Masks do not keep NaN from other nodes. Plain decoding never computes the token."""
+    model = tiny("llama", dtype=torch.float32 if accelerate == "packed" else torch.float64)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[90] = 1e30 if accelerate == "packed" else 1e200
+    target = Target(model, accelerate=accelerate, deterministic=True)
+    settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12, "batch_size": batch_size}
+    expected = texts(target, PROMPTS, None, **settings)
+    assert not any(90 in text for text in expected)
+    drafted = Recorder(MergedProposer([OnePath(90), RecyclingSource()], nodes=8))
+    assert texts(target, PROMPTS, drafted, **settings) == expected and max(tree.width for tree in drafted.trees) > 2
+
+
+class OddPadding:
+    """Rows of different sizes, padded with what is no token."""
+
+    layers: Sequence[int] = ()
+
+    def propose(self, step: Step, budget: int) -> Tree:
+        tokens = torch.tensor([[root, *([5, -1] if row == 0 else [-1, -1])] for row, root in enumerate(step.bonus)])
+        sizes = torch.tensor([2 if row == 0 else 1 for row in range(len(tokens))])
+        parents = torch.where(torch.arange(3) < sizes[:, None], torch.arange(3) - 1, -1)
+        return Tree(tokens, parents, sizes, height=1)
+
+
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_padding_may_be_of_any_number(accelerate: str) -> None:
+    target = Target(tiny("llama", dtype=torch.float32), accelerate=accelerate, deterministic=True)
+    assert decode(target, OddPadding()) == decode(target, None)
+
+
 def test_padding_beyond_the_budget_needs_no_noise(target: Target) -> None:
     sampling = Sampling(temperature=1.0, seed=1, processors=[lambda ids, scores: scores])  # type: ignore[list-item]
     assert decode(target, PaddedTrees(), sampling, nodes=3) == decode(target, None, sampling)

@@ -373,10 +373,20 @@ def test_a_beginning_without_memory_ends_its_request(target: Target, monkeypatch
         large = engine.add(PROMPTS[1])
         engine.step()
     assert large.answer is not None and large.answer.error == "request 1: OutOfMemoryError: out of memory"
+    assert large.exception is not None and large.exception.__traceback__ is None  # which would keep memory alive
     last = engine.add(PROMPTS[2], **SETTINGS)
     list(engine)
     assert small.answer is not None and len(small.answer.tokens) == 9
     assert_alone(target, [last], **SETTINGS)
+
+
+def test_a_text_is_not_kept_without_memory(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(target, None)
+    requests = [engine.add(PROMPTS[row], max_new_tokens=count, stop_ids=[]) for row, count in enumerate((3, 9))]
+    monkeypatch.setattr("decode.prefill.SHORTEST", 2)
+    monkeypatch.setattr("decode.prefill.Text.copy", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    list(engine)
+    assert [request.finish for request in requests] == ["length", "length"] and len(requests[1].sequence) == 7 + 9
 
 
 def test_a_noise_id_may_be_large(target: Target) -> None:

@@ -166,6 +166,8 @@ def _add_fields(writer: gguf.GGUFWriter, fields: Any) -> None:
             writer.add_bool(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)
         else:

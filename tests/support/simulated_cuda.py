@@ -207,6 +207,8 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if traits.name in READS_SIZES:
         note(WAIT, traits.name)
     if traits.name in INDEXES:
+        if not isinstance(args[0], CudaTensor) and any(isinstance(index, CudaTensor) for index in args[1]):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         note_indices(traits.name, args[1])
     if device is not None:
         named = {**named, "device": torch.device("cpu")}

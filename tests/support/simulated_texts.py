@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from decode import Proposer, Sampling, Step, Target, Tree, generate
+from decode import Engine, Proposer, Request, Sampling, Step, Target, Tree, generate
 from decode.cuda import graph
 from decode.devices.cost_curve import CostCurve
 from proposers import (
@@ -155,6 +155,23 @@ def list_recaptured() -> Iterator[str]:
                 yield f"{name}: {before} graphs, then {len(captured)}"
 
 
+def list_joined_faults(accelerate: str) -> Iterator[str]:
+    """Requests that begin together, but are chosen in two ways, or of which one ends with its first token."""
+    target, cpu = make_target("llama", cuda=True, accelerate=accelerate), make_target("llama", cuda=False)
+    engine, requests = Engine(target, NGramProposer(length=3), rows=4), list[Request]()
+    for prompt, temperature, count in zip(PROMPTS, (0.0, 0.8, 0.0, 0.8), (1, 6, 9, 6), strict=True):
+        sampling = Sampling(temperature, seed=1)
+        requests.append(engine.add(prompt, sampling=sampling, max_new_tokens=count, stop_ids=[]))
+    list(engine)
+    for request in requests:
+        limits: dict[str, Any] = {"max_new_tokens": request.limits.max_new_tokens, "stop_ids": []}
+        alone = generate(
+            cpu, [request.prompt], None, request_ids=[request.request_id], sampling=request.sampling, **limits
+        )
+        if request.sequence != [*request.prompt, *alone[0].tokens]:
+            yield f"request {request.request_id} of several that begin together"
+
+
 def wait(*_: Any) -> None:
     torch.ones(1, device="cuda").tolist()
 
@@ -202,11 +219,12 @@ def main() -> None:
             faults = [
                 *list_differences("graphs", kinds, GRAPH_CASES),
                 *list_accepted_faults("graphs"),
+                *list_joined_faults("graphs"),
                 *list_recaptured(),
             ]
             faults += list_graph_faults(notices)
         else:
-            faults = [*list_differences("off", kinds), *list_accepted_faults("off")]
+            faults = [*list_differences("off", kinds), *list_accepted_faults("off"), *list_joined_faults("off")]
         print(json.dumps(faults))
 
 

@@ -21,7 +21,9 @@ from decode.weights.gguf.tokenizer import Vocabulary, make_tokenizer
 
 GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draftless[gguf]"'
 DESCRIPTION = "config.json", "tokenizer.json"
-FORM = 3  # of what is written; a folder in the cache with another is made again
+LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # of 27B, by their layers
+BASE_IGNORED = {"starcoder2", "stablelm"}  # architectures whose base of rotary positions transformers does not read
+FORM = 4  # of what is written; a folder in the cache with another is made again
 
 
 def is_installed(package: str) -> bool:
@@ -84,13 +86,43 @@ def _make_config(file: GgufFile) -> PreTrainedConfig:
     renamed, values = GGUF_CONFIG_MAPPING["qwen3_moe"], file.fields
     if file.architecture == "olmoe":
         found = {name: values[f"olmoe.{key}"] for key, name in renamed.items() if name and f"olmoe.{key}" in values}
-        return AutoConfig.for_model("olmoe", tie_word_embeddings="output.weight" not in file.tensors, **found)
+        config = AutoConfig.for_model("olmoe", tie_word_embeddings="output.weight" not in file.tensors, **found)
+        _scale_positions(file, config)
+        return config
     with contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if size := values.get(f"{file.architecture}.expert_feed_forward_length"):
         config.moe_intermediate_size = size
     config._name_or_path = ""
+    _scale_positions(file, config)
     return config
+
+
+def _scale_positions(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Take over what transformers ignores in a header: the base and the scaling of rotary embeddings, and Gemma's scale
+    of queries, which llama.cpp knows by the number of layers.
+
+    Raises ValueError for a scaling of another kind.
+    """
+    architecture, values = file.architecture, file.fields
+    layers = getattr(config, "num_hidden_layers", None)
+    if (architecture, layers) in LARGEST_GEMMAS:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # Gemma scales layers without a window
+    if architecture in BASE_IGNORED and (base := values.get(f"{architecture}.rope.freq_base")):
+        rope["rope_theta"] = base
+    factor = values.get(f"{architecture}.rope.scaling.factor") or values.get(f"{architecture}.rope.scale_linear") or 1.0
+    kind = values.get(f"{architecture}.rope.scaling.type", "linear")
+    if kind == "none" or factor == 1.0 or rope.get("rope_type", "default") != "default":
+        return
+    if kind not in ("linear", "yarn"):
+        has = f"{file.path.name} scales rotary embeddings by {kind!r}"
+        raise ValueError(f"{has}, and linear and yarn are read; put the model's config.json next to it")
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        length = values.get(f"{architecture}.rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = length or int(config.max_position_embeddings / factor)
 
 
 def make_generation_config(vocabulary: Vocabulary) -> GenerationConfig:

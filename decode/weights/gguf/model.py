@@ -31,6 +31,7 @@ from decode.weights.blocks import BLOCKS, StoredExperts, StoredLayer, WeightStac
 from decode.weights.gguf.description import describe, is_installed, make_generation_config, require_gguf
 from decode.weights.gguf.file import GgufFile
 from decode.weights.gguf.tokenizer import Vocabulary
+from decode.weights.layers import cast
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
@@ -82,7 +83,7 @@ def load_gguf(
         model = _load_with_transformers(file, folder, dtype, device_map)
     elif not in_blocks:
         unpack_layers(model)
-        model = model.to(torch.float32 if dtype == "auto" else dtype)
+        model = cast(model, torch.float32 if dtype == "auto" else dtype)
     _scale_frequencies(file, model)
     model.generation_config = _read_generation_config(file, folder, model.config)
     model.name_or_path = model.config.name_or_path = str(path)
@@ -253,8 +254,12 @@ def _make_plain(file: GgufFile, name: str, config: Any) -> Tensor:
 
 
 def _scale_frequencies(file: GgufFile, model: PreTrainedModel) -> None:
-    """Apply the factors of rotary embeddings that files of Llama 3.1 and later have."""
-    if FREQUENCIES in file.tensors:
+    """Apply the factors of rotary embeddings that files of Llama 3.1 and later have.
+
+    Not to frequencies that a config next to the file has scaled already.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if FREQUENCIES in file.tensors and rope.get("rope_type", "default") == "default":
         factors = file.plain(FREQUENCIES)
         for module in model.modules():
             if (frequencies := getattr(module, "inv_freq", None)) is not None:

@@ -49,6 +49,7 @@ def test_products_and_rows_of_a_form(name: str, seed: int) -> None:
     assert torch.equal(unpack(packed, torch.arange(outputs)), values)
     few = torch.randint(outputs, (3, 2))
     assert torch.equal(unpack(packed, few), values[few])
+    assert torch.equal(unpack(packed, few.int()), values[few])
     if name in BLOCKS:  # of ggml
         assert torch.equal(weight.rows(few.flatten()), values[few.flatten()])
     for rows in (1, draw.randint(2, 6), draw.randint(7, 80)):

@@ -222,6 +222,65 @@ def test_frequencies_of_long_contexts_are_scaled(tmp_path: Path) -> None:
         assert torch.equal(scaled, plain / factors)
 
 
+@needs_compiler
+def test_frequencies_that_a_config_has_scaled_are_not_scaled_again(tmp_path: Path) -> None:
+    """The config is that of the model, next to the file."""
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    path = tmp_path / "m.gguf"
+    model = write_model("llama", path, extra={"rope_freqs.weight": torch.linspace(1, 8, 8)}, rope_parameters=scaled)
+    write_description(GgufFile.open(path), tmp_path)
+    model.config.save_pretrained(tmp_path)
+    assert torch.equal(load_model(path)[0].model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+
+
+LINEAR, YARN = {"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}
+LAYERS = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "full_attention"]}
+BASE = {"rope_theta": 10000.0}
+POSITIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "linear": ("llama", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, LINEAR | BASE),
+    "older": ("llama", {"llama.rope.scale_linear": 4.0}, LINEAR | BASE),
+    "yarn": (
+        "qwen2",
+        {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+        | {"qwen2.rope.scaling.original_context_length": 64},
+        YARN | BASE | {"original_max_position_embeddings": 64},
+    ),
+    "base": ("starcoder2", {}, {"rope_type": "default", "rope_theta": 99999.0}),
+    "some layers": (
+        "gemma3_text",
+        {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 4.0},
+        {"full_attention": LINEAR | BASE, "sliding_attention": {"rope_type": "default"} | BASE},
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_are_those_of_the_header(name: str, tmp_path: Path) -> None:
+    """Also where transformers does not read them."""
+    architecture, fields, rope = POSITIONS[name]
+    others = {**LAYERS, "query_pre_attn_scalar": 256} if name == "some layers" else {}
+    path = tmp_path / "m.gguf"
+    written = write_model(architecture, path, (Form.F32,), fields=fields, rope_parameters=rope, **others)
+    ids = torch.randint(5, 90, (1, 120), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found, expected = load_model(path)[0](ids).logits, written(ids).logits
+    assert (found - expected).abs().max() < 1e-3 * expected.std()
+
+
+def test_unknown_positions_are_refused(tmp_path: Path) -> None:
+    fields = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}
+    write_model("llama", tmp_path / "m.gguf", fields=fields)
+    with pytest.raises(ValueError, match="scales rotary embeddings by 'longrope', and linear and yarn"):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_frequencies_stay_in_float32(file: Path) -> None:
+    model = load_model(file, dtype="bfloat16")[0]
+    assert model.dtype == torch.bfloat16 and model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_config_and_tokenizer_are_made_once(file: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, tokenizer = load_model(file)
     assert capsys.readouterr().err.count("reading the header of m.gguf, once") == 1

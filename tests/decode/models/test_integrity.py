@@ -267,3 +267,20 @@ def test_a_model_that_rounds_more_than_usual_is_judged_by_its_first_layers(
     monkeypatch.setattr("decode.session.tree_masks", spoil)
     with pytest.raises(ValueError, match=f"{kind} (fails the (tree )?self-test|is row-coupled)"):
         Target(model)
+
+
+def test_another_thread_may_run_the_model_during_the_self_test() -> None:
+    model, ended = tiny("mistral window", sliding_window=100), threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            model(torch.tensor([[5, 6, 7]]))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        for _ in range(4):
+            Target(model)
+    finally:
+        ended.set()
+        thread.join()
