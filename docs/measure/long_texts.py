@@ -121,12 +121,17 @@ def main() -> None:
         prompts = make_prompts(target, turns, length, args.prompts)
         found[str(length)] = measure(target, prompts, args.methods, args.max_new_tokens)
         print(json.dumps({length: found[str(length)]}), flush=True)
+        save(found, args.out)
     if args.together:
         prompts = make_prompts(target, turns, max(lengths), args.together)
         found["together"] = answer_together(target, prompts, args.max_new_tokens)
         print(json.dumps(found["together"]))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    save(found, args.out)
+
+
+def save(found: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
