@@ -27,7 +27,8 @@ DRAFTER_MEMORY = 0.9  # weight of what was learned before, per draft
 LEVEL_MEMORY = 0.8  # the same for the depth of trees on a GPU
 TREE_SIZES = 8, 64  # nodes of trees whose average cost tells which nodes cannot be worth it; fewer may be free
 LEVELS = 32  # drafts whose times count
-LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model
+LEVEL_TIME = 0.05  # of drafting one level, in passes over one node: what an EAGLE-3 head reads next to an 8B model ...
+LEVEL_SECONDS = 1e-3  # ... and what its calls take in addition, whatever it reads
 FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
@@ -121,12 +122,12 @@ class DraftBudget:
     """Chooses the tree sizes that yield most tokens per second in the long run.
 
     expected_tau: the tau to be expected of trees of 1, 2, ... nodes before anything is learned. usual_level_time: the
-    time of drafting one level before it was measured, and where nothing is measured.
+    time of drafting one level before it was measured, and where nothing is measured; None: that of a usual head.
     acceptance_ratio: tokens accepted for each that was expected. rate: tokens per unit of time; at least 1, as plain
     decoding is always possible.
     """
 
-    def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float = LEVEL_TIME) -> None:
+    def __init__(self, expected_tau: Sequence[float] = (1.0, inf), usual_level_time: float | None = None) -> None:
         self.expected_tau, self.usual_level_time = expected_tau, usual_level_time
         # The nodes of a tree and its tau, where that was measured.
         self._calibrated = [pair for pair in enumerate(expected_tau[1:], start=2) if pair[1] < inf]
@@ -178,7 +179,8 @@ class DraftBudget:
     def level_time(self) -> float:
         """The time of drafting one level."""
         if not self.uses_clock or not self._level_seconds:
-            return self.usual_level_time
+            calls = LEVEL_SECONDS / self.cost.seconds[0] if self.uses_clock else 0.0
+            return LEVEL_TIME + calls if self.usual_level_time is None else self.usual_level_time
         nearest = min(self._level_seconds, key=lambda rows: abs(rows - self._rows))
         return median(self._level_seconds[nearest]) / self.cost.seconds[0]
 

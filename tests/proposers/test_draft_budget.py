@@ -12,7 +12,7 @@ from decode import Target, generate, stream
 from decode.devices.cost_curve import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
-from proposers.draft_budget import DraftBudget, DrafterWorth, chain_time
+from proposers.draft_budget import LEVEL_SECONDS, LEVEL_TIME, DraftBudget, DrafterWorth, chain_time
 from tests.support.drafting import Recorder, fix_cost, make_head, texts
 from tests.support.models import tiny
 
@@ -50,7 +50,9 @@ def test_trees_that_end_early_lose_nothing() -> None:
 def test_budget_learns_what_drafting_costs() -> None:
     budget = DraftBudget()
     budget.begin(CostCurve([1, 64], [5.0, 5.0]))
-    assert budget.level_time == budget.usual_level_time and not budget.is_worth_a_level([0.01])
+    assert budget.level_time == LEVEL_TIME + LEVEL_SECONDS / budget.cost.seconds[0] and not budget.is_worth_a_level(
+        [0.01]
+    )
     for seconds in (2.0, 2.0, 40.0):  # other work on the machine
         budget.take_drafting_time(seconds, levels=4)
     assert budget.level_time == 0.1 and budget.is_worth_a_level([0.2]) and not budget.is_worth_a_level([0.05])
@@ -230,3 +232,12 @@ def test_a_calibration_counts_for_eight_drafts() -> None:
     )
     assert modest == 1  # which promises no gain
     assert modest < unknown < promising < 9
+
+
+@pytest.mark.parametrize(("tokens", "room", "is_tried"), [(300, 64, True), (8000, 64, False), (8000, 2000, True)])
+def test_a_long_prompt_is_read_for_a_long_answer_alone(tokens: int, room: int, is_tried: bool) -> None:
+    """Before anything is measured, by a pass of 32 milliseconds."""
+    budget = DraftBudget()
+    budget.begin(CostCurve((1, 2, 8), (0.032, 0.038, 0.06)))
+    level, node = budget.rate * budget.level_time, budget.node_cost
+    assert DrafterWorth().is_worth_it(1.0, level, node, tokens, room) == is_tried
