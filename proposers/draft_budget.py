@@ -149,6 +149,10 @@ class DraftBudget:
         self._level_seconds: dict[int, deque[float]] = {}  # of the last drafts, by rows
         self._rows = 1
 
+    def renew(self) -> DraftBudget:
+        """The same with nothing learned but the time of a level."""
+        return DraftBudget(self.expected_tau, self.level_time if self._level_seconds else self.usual_level_time)
+
     def _weigh(self) -> None:
         """Find the ratio and the rates that follow from the sums. Call it when they change."""
         self.acceptance_ratio = (CALIBRATION_WEIGHT + self._accepted) / (CALIBRATION_WEIGHT + self._expected)

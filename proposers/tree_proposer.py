@@ -74,7 +74,7 @@ class TreeProposer(ABC):
     def renew(self) -> Self:
         """The same proposer with nothing learned from texts."""
         fresh = copy(self)
-        fresh.draft_budget = DraftBudget(self.draft_budget.expected_tau, self.draft_budget.level_time)
+        fresh.draft_budget = self.draft_budget.renew()
         return fresh
 
     @torch.no_grad()
