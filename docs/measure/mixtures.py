@@ -1,11 +1,11 @@
-"""What passes over several tokens cost a mixture of experts and a dense model on a CPU, and what cost curves expect.
+"""What passes over several tokens cost a mixture of experts on a CPU, what cost curves expect of them, and what drafts
+gain.
 
-    python -m docs.measure.mixtures [--rounds N] [--out FILE] [--save FOLDER]
+    python -m docs.measure.mixtures [--rounds N] [--out FILE]
 
-The mixture is an OLMoE of 514M random weights that bfloat16 holds, computed in float32. Random tokens choose experts of
-their own, more than a text's. Its output matrix repeats a line, as a trained model does in a table; other prompts lead
-to text that nothing predicts. --save keeps it, with the default model's tokenizer, for `draftless bench --model`. The
-dense model is the default one.
+For an OLMoE of 446M random weights that bfloat16 holds, computed in float32. Random tokens choose experts of their own,
+more than a text's. Its output matrix repeats a line, as a trained model does in a table; other prompts lead to text
+that nothing predicts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from docs.measure.recurrent import LINE, repeat_line
 from draftless_commands.benchmark.files import find_commit
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 49_152,
+    "vocab_size": 16_000,
     "hidden_size": 1024,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
@@ -69,47 +69,39 @@ def find_expected(target: Target, context: int) -> dict[int, float]:
     return {count: round(1000 * curve.seconds[0] * curve(count), 2) for count in NODES}
 
 
-def measure_curve(targets: dict[str, Target], name: str, rounds: int) -> dict[str, Any]:
-    """The passes of all targets, and what the cost curve of one expects. It is measured anew."""
-    target = targets[name]
-    target.warm_up()
-    target.costs.steps.contradicted = True  # so curves of an earlier run are measured again
-    target.warm_up()
-    passes = {str(context): time_passes(targets, context, rounds) for context in CONTEXTS}
-    return {"passes": passes, "expected": {str(context): find_expected(target, context) for context in CONTEXTS}}
-
-
-def time_line(target: Target, rounds: int) -> dict[str, float]:
-    """Tokens per second with `merged` relative to plain decoding, and tau, of a text that repeats a line."""
-    rates: dict[str, list[float]] = {"none": [], "merged": []}
-    for _ in range(rounds):
-        answers = {}
-        for proposer, its in rates.items():
-            begun = perf_counter()
-            (answers[proposer],) = generate(target, [[*LINE] * 3], proposer, max_new_tokens=NEW_TOKENS)
-            its.append(NEW_TOKENS / (perf_counter() - begun))
-        assert answers["none"].tokens == answers["merged"].tokens
-    ratios = [merged / none for none, merged in zip(*rates.values(), strict=True)]
-    return {"ratio": round(median(ratios), 3), "tau": round(answers["merged"].stats.tau, 2)}
+def time_texts(target: Target, rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens per second with `merged` relative to plain decoding, and tau; plain and `merged` take turns."""
+    draw, found = torch.Generator().manual_seed(1), {}
+    texts = {"repeats": [*LINE] * 3, "random": torch.randint(target.vocabulary, (120,), generator=draw).tolist()}
+    for name, text in texts.items():
+        rates: dict[str, list[float]] = {"none": [], "merged": []}
+        for _ in range(rounds):
+            answers = {}
+            for proposer, its in rates.items():
+                begun = perf_counter()
+                (answers[proposer],) = generate(target, [text], proposer, max_new_tokens=NEW_TOKENS)
+                its.append(NEW_TOKENS / (perf_counter() - begun))
+            assert answers["none"].tokens == answers["merged"].tokens
+        ratios = [merged / none for none, merged in zip(*rates.values(), strict=True)]
+        found[name] = {"ratio": round(median(ratios), 3), "tau": round(answers["merged"].stats.tau, 2)}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--save", type=Path)
     args = parser.parse_args()
-    model, dense = make_model(), Target.load()
-    if args.save:
-        model.to(torch.bfloat16).save_pretrained(args.save)
-        assert dense.tokenizer is not None
-        dense.tokenizer.save_pretrained(args.save)
-        model = model.float()
+    model = make_model()
     targets = {mode: Target(model, accelerate=mode) for mode in ("off", "packed", "compiled")}
     found: dict[str, Any] = {"commit": find_commit(), "experts": model.config._experts_implementation}
-    found["mixture"] = measure_curve(targets, "compiled", args.rounds)
-    found["line"] = time_line(targets["compiled"], args.rounds)
-    found["dense"] = measure_curve({"compiled": dense}, "compiled", args.rounds)
+    target = targets["compiled"]
+    target.warm_up()
+    target.costs.steps.contradicted = True  # curves of an earlier run are measured again
+    target.warm_up()
+    found["passes"] = {str(context): time_passes(targets, context, args.rounds) for context in CONTEXTS}
+    found["expected"] = {str(context): find_expected(target, context) for context in CONTEXTS}
+    found["texts"] = time_texts(target, args.rounds)
     print(json.dumps(found, indent=1))
     if args.out:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
