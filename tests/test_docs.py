@@ -306,9 +306,12 @@ def test_the_readme_gives_plain_decodings_text(workplace: Target, capsys: pytest
     assert drafted[0].tokens == generate(workplace, ["abababab"], None, max_new_tokens=20)[0].tokens
 
 
-@pytest.mark.parametrize(("name", "longest"), [("BigramProposer", 22), ("FrequentSource", 19)])
-def test_proposers_of_ones_own_draft_and_change_nothing(name: str, longest: int) -> None:
-    (code,) = [block for block in list_blocks("docs/proposers.md", "python") if f"class {name}" in block]
+OWN = [("README.md", "BigramProposer", 22), ("docs/proposers.md", "FrequentSource", 19)]
+
+
+@pytest.mark.parametrize(("page", "name", "longest"), OWN)
+def test_proposers_of_ones_own_draft_and_change_nothing(page: str, name: str, longest: int) -> None:
+    (code,) = [block for block in list_blocks(page, "python") if f"class {name}" in block]
     target = Target(tiny("llama"), deterministic=True)
     names: dict[str, Any] = {"target": target, "generate": lambda *args, **settings: None}
     exec(code, names)
