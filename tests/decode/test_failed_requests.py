@@ -92,13 +92,14 @@ def test_scores_that_allow_nothing(kind: str, temperature: float, value: float) 
 
 
 def spoil_logits(target: Target, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """Put a value among the last row's logits in the sixth forward pass."""
-    forward, calls = target.model.forward, [0]
+    """Put a value among the last row's logits in the sixth forward pass, and when that is made without drafts."""
+    forward, calls, widths = target.model.forward, [0], [0]
 
     def spoilt(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        if calls[0] == 5:
+        if calls[0] == 5 or (calls[0] == 6 and widths[-1] > 1 == output.logits.shape[1]):
             output.logits[-1, 0, 17] = value
+        widths.append(output.logits.shape[1])
         calls[0] += 1
         return output
 

@@ -255,7 +255,7 @@ def test_what_an_adapter_had_is_freed_with_it() -> None:
     adapted.delete_adapter("b")
     list(engine.add(PROMPT, adapter="c", **SETTINGS))
     with pytest.raises(ValueError, match="no longer has the adapter 'b'"):
-        engine._submit([], late)
+        engine.submit([], late)
     del late
     gc.collect()
     assert weight() is None and engine.running == 0

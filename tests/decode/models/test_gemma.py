@@ -134,4 +134,5 @@ def test_a_head_is_trained_calibrated_and_checked(
     with suppress(SystemExit):
         draftless_commands.check.main([str(out), *model])
     errors = set(re.findall(r"^error +\w+ +([\w-]+):", capsys.readouterr().out, re.MULTILINE))
-    assert errors <= {"accepts-nothing", "medusa-token-map"}  # after one step; vLLM has no draft vocabulary for Medusa
+    expected = {"accepts-nothing", "medusa-token-map"}  # after one step; vLLM has no draft vocabulary for Medusa
+    assert errors <= (expected | {"embeddings"} if kind == "eagle" else expected)  # servers do not scale embeddings

@@ -105,7 +105,7 @@ def test_faults_keep_a_server_off_the_card(call: Call, tmp_path: Path) -> None:
     (tmp_path / "narrow" / "training.json").write_text(json.dumps(RECORD))
     call(tmp_path / "narrow", "--card", "--no-decode")
     text = (tmp_path / "narrow" / CARD).read_text()
-    assert "vLLM does not serve it as it was trained:\n- vLLM 0.21 to 0.32 needs all rows" in text
+    assert "It is not for vLLM as it is:\n- vLLM 0.21 to 0.32 needs all rows" in text
     call(tmp_path / "narrow", "--card", "--no-decode", "--export", tmp_path / "wide")
     text = (tmp_path / "wide" / CARD).read_text()
     assert "vllm serve MODEL" in text and "Data: a.jsonl" in text, "the record is that of the head"
