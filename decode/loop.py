@@ -99,11 +99,11 @@ class Batch:
     def _verify_roots(self, step: Step) -> tuple[Tree, Verdict, Accepted] | None:
         """The pass without draft tokens: where the states of one overflow, masks do not keep NaN from other nodes.
 
-        None if requests have processors, which may not see the same text twice.
+        None if requests have processors, which may not see the same text twice, or if steps are graphs.
         """
         requests, session = step.requests, self.session
         assert session is not None
-        if any(request.sampling.processors for request in requests):
+        if self.target.has_graphs or any(request.sampling.processors for request in requests):
             return None
         session.clear_free_slots()
         tree = Tree.chain([[root] for root in step.bonus])

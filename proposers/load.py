@@ -82,7 +82,7 @@ def load_proposer(
     check_target(target, name, "load_proposer({}, target)")
     options = DraftingOptions(head, draft_model, draft_proposer, nodes, depth, width, head_window, sampled, store)
     check_drafting(name, options)
-    shape = options.select((*SHAPE, "head_window"))
+    shape = options.select(HeadProposer.options)
     if is_own_class(name):
         if not issubclass(find_own(str(name)), Kind):
             return load_own(str(name))

@@ -187,7 +187,7 @@ def _explain_unknown(name: str) -> str:
 
 def _check_sizes(given: Mapping[str, Any]) -> None:
     """Raise ValueError for sizes that are no whole numbers from 1 on."""
-    for option in (*SHAPE, "head_window"):
+    for option in HeadProposer.options:
         try:
             if option in given:
                 read_nodes(given[option]) if option == "nodes" else read_count(given[option], option)

@@ -64,12 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = ModelOptions.from_args(args)
         check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
         check_writable(args.store and Path(args.store), "--store")
-        lock = None if args.store is None else FileLock(f"{args.store}.lock")  # held until the end
-        try:
-            if lock is not None:
-                lock.acquire(blocking=False)
-        except Timeout as error:
-            raise ValueError(f"--store {args.store} is used by another run, which will write it") from error
+        lock = args.store and hold(args.store)  # noqa: F841  until the end
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
         path = args.prompt_file
@@ -103,6 +98,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError("; ".join(failed))
         if any(conversation.is_open for conversation in conversations):
             raise SystemExit(1)
+
+
+def hold(store: str) -> FileLock:
+    """What keeps other runs from a store's file as long as it lives. Raises ValueError if one has it."""
+    lock = FileLock(f"{store}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ValueError(f"--store {store} is used by another run, which will write it") from error
+    return lock
 
 
 def make_parser() -> Parser:

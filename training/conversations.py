@@ -184,15 +184,8 @@ def _read_message(message: Message, place: str) -> Message:
 
 def _read_content(message: Message, place: str) -> Message:
     """The message with its content as one text. Raises ValueError for content that is no text."""
-    content = message["content"]
-    if isinstance(content, list):
-        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"{place}: the parts of a content are of type text, not {json.dumps(kind):.40}")
-        content = "".join(part["text"] for part in parts)
-    elif content is None and any(message.get(name) for name in STRUCTURED):
+    content = join_parts(message["content"], place)
+    if content is None and any(message.get(name) for name in STRUCTURED):
         content = ""
     if not isinstance(content, str):
         what = {"user": "a prompt", "assistant": "an answer"}.get(message["role"], f"a {message['role']} message")
@@ -200,6 +193,18 @@ def _read_content(message: Message, place: str) -> Message:
     _check_characters(content, place)
     _check_characters(json.dumps(message, ensure_ascii=False), place)
     return {**message, "content": content}
+
+
+def join_parts(content: Any, place: str) -> Any:
+    """The text of a content that is a list of parts; any other content as it is. Raises ValueError for other parts."""
+    if not isinstance(content, list):
+        return content
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"{place}: the parts of a content are of type text, not {json.dumps(kind):.40}")
+    return "".join(part["text"] for part in parts)
 
 
 def _read_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:

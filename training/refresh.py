@@ -124,7 +124,7 @@ def copy_in(head: Any, dtype: torch.dtype) -> Any:
     """A copy of a head in a dtype, but for what heads have in float32 (`choose_dtype`); it shares buffers in it."""
     copied = cast(deepcopy(head, {id(each): each for each in head.buffers()}), dtype)
     for name, tensor in head.state_dict().items():
-        if choose_dtype(head, name, dtype) == torch.float32:
+        if choose_dtype(head, name, dtype) != dtype:  # it is float32
             module, _, last = name.rpartition(".")
             getattr(copied.get_submodule(module), last).data = tensor.clone()
     return copied

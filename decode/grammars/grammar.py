@@ -6,9 +6,9 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -189,27 +189,17 @@ class Compiler:
     def _compile_text(self, text: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        made: Future[LLMatcher] = Future()
-        with _STACKING:  # llguidance calls itself for a rule within a rule; an overflow would end the process
-            before = threading.stack_size(STACK)
-            try:
-                thread = threading.Thread(
-                    target=_fulfil, args=(made, partial(LLMatcher, self.tokenizer, text, log_level=0))
-                )
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        matcher = made.result()
+        with ThreadPoolExecutor(1) as pool:
+            with _STACKING:  # llguidance calls itself for a rule within a rule; an overflow would end the process
+                before = threading.stack_size(STACK)
+                try:
+                    made = pool.submit(LLMatcher, self.tokenizer, text, log_level=0)
+                finally:
+                    threading.stack_size(before)
+            matcher = made.result()
         if matcher.is_error():
             raise ValueError(f"the grammar cannot be read: {matcher.get_error().strip()}")
         return matcher
-
-
-def _fulfil(made: Future[LLMatcher], make: Callable[[], LLMatcher]) -> None:
-    try:
-        made.set_result(make())
-    except BaseException as error:
-        made.set_exception(error)
 
 
 class LibraryMatcher:

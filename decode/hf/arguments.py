@@ -123,7 +123,7 @@ def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors
 
 def _unknown_settings(config: GenerationConfig) -> Iterator[str]:
     """Settings and arguments that only a later transformers has, if they are not at their default."""
-    filled: dict[str, Any] = getattr(GenerationConfig, "_get_default_generation_params", dict)()
+    filled: dict[str, Any] = GenerationConfig._get_default_generation_params()
     for name, default in vars(GenerationConfig()).items():
         value = getattr(config, name, None)
         if name[0] != "_" and name not in KNOWN_SETTINGS and not _is_one_of(value, default, filled.get(name)):

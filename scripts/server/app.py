@@ -13,11 +13,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import Depends, FastAPI
@@ -250,14 +248,22 @@ async def wait_until_gone(http: HttpRequest) -> None:
         pass
 
 
-def refuse_other_hosts(host: str, http: HttpRequest) -> None:
-    """Raise Refusal for a request to another host than this machine, if the server is for this machine alone.
+def refuse_other_hosts(http: HttpRequest) -> None:
+    """Raise Refusal for a request that names another host than this machine.
 
     A web page of others may let its own name lead to 127.0.0.1 (DNS rebinding), so that browsers let it read answers.
     """
-    asked = urlsplit(f"//{http.headers.get('host', '')}").hostname or ""
-    if ip_address(host).is_loopback and asked not in ("localhost", "127.0.0.1", "::1", host):
-        raise Refusal(403, f"the host is {asked!r}; this server is for this machine: --host lets others in")
+    given = http.headers.get("host", "")
+    name = given.removeprefix("[").partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+    if name != "localhost" and not _is_local(name):
+        raise Refusal(403, f"the host is {given!r}; this server is for this machine: give it an --api-key, or --host")
+
+
+def _is_local(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def make_app(server: Server, host: str = "127.0.0.1", most_bytes: int = 2 << 20) -> FastAPI:
@@ -269,9 +275,8 @@ def make_app(server: Server, host: str = "127.0.0.1", most_bytes: int = 2 << 20)
         await asyncio.to_thread(server.engine.close)
 
     refusals = dict.fromkeys((Refusal, HTTPException, Exception), refuse)
-    app = FastAPI(title="Draftless", lifespan=live, openapi_url=None, exception_handlers=refusals)
-    local = Depends(partial(refuse_other_hosts, host))
-    app.router.dependencies.append(local)
+    checked = [Depends(refuse_other_hosts)] if server.api_key is None and _is_local(host) else []
+    app = FastAPI(title="Draftless", lifespan=live, openapi_url=None, exception_handlers=refusals, dependencies=checked)
     keyed = [Depends(server.check_key)]
 
     @app.post("/v1/chat/completions", dependencies=keyed)

@@ -77,7 +77,7 @@ class Fields(Part):
         return {"sampling": sampling, **limits}
 
     def find_grammar(self) -> Any:
-        """What the answer must look like; None: anything. Raises ValueError for what cannot be read or is too large."""
+        """What the answer must look like; None: anything. Raises ValueError for what cannot be read."""
         return self.structured_outputs and self.structured_outputs.read()
 
     @property
@@ -174,10 +174,6 @@ class ChatFields(Fields):
         kept = {name: value for name, value in message.items() if value is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
-        parts = kept.get("content")
-        texts = [each.get("text") for each in parts if isinstance(each, dict)] if isinstance(parts, list) else []
-        if texts and all(isinstance(each, str) for each in texts):
-            kept["content"] = "".join(texts)
         if calls := kept.get("tool_calls"):
             if not isinstance(calls, list):
                 raise ValueError("messages: tool_calls are a list")

@@ -114,9 +114,8 @@ class Reply(ABC):
         }
 
     def name(self, token: int) -> str:
-        """The text of a token within a text: some tokenizers leave out the space of the first one."""
-        before = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        return str(self.tokenizer.decode([*before, token])).removeprefix(self.tokenizer.decode(before))
+        """The text of a token within a text, here after itself: some tokenizers leave out a text's first space."""
+        return str(self.tokenizer.decode([token, token])).removeprefix(self.tokenizer.decode([token]))
 
     def cut_stop(self, request: Request) -> list[int]:
         """The tokens of an answer, without those of the stop string that ended it."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.requests.text import Tokenizer
+from training.conversations import join_parts
 
 BEGIN, END = "<tool_call>", "</tool_call>"  # of calls in the Hermes format, which most chat templates use
 INTRODUCTION = f"""You may call tools. To call one, answer with
@@ -111,7 +112,7 @@ def make_call(name: str, arguments: Any = None, parameters: Any = None) -> dict[
 
 def write_tools(row: dict[str, Any]) -> dict[str, Any]:
     """A conversation for a chat template without tools: its tools and calls are text, in the Hermes format."""
-    tools, messages = row["tools"], [write_calls(message) for message in row["messages"]]
+    tools, messages = row["tools"], [write_calls(_join(message)) for message in row["messages"]]
     if tools:
         text = INTRODUCTION + "\n".join(json.dumps(tool["function"]) for tool in tools)
         if messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
@@ -120,10 +121,15 @@ def write_tools(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"messages": messages, "tools": []}
 
 
+def _join(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one text, if it has one."""
+    return message | {"content": join_parts(message["content"], "messages")} if "content" in message else message
+
+
 def write_calls(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its tool calls, or a tool's result, as text."""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.get('content')}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{message.get('content', '')}\n</tool_response>"}
     written = [f"{BEGIN}\n{json.dumps(call['function'])}\n{END}" for call in message.get("tool_calls", ())]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return kept | ({"content": "\n".join([*filter(None, [kept.get("content")]), *written])} if written else {})

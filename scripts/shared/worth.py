@@ -57,6 +57,8 @@ def find_worth(target: Target, proposer: Proposer, prompts: Sequence[str | Seque
         if chunk.request_id in answered:  # the prompt's own step has no draft
             stats.add(chunk.stats)
         answered.add(chunk.request_id)
+        if chunk.answer is not None and chunk.answer.error is not None:
+            raise ValueError(chunk.answer.error)
     return Worth(estimate_speed(stats, target.cost_curve()), stats.tau, stats.tokens, len(answered))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,6 +235,19 @@ def test_a_compiled_model_gives_the_same_tokens(call: Call, exported: list[str])
 def test_bad_options_are_refused_in_one_line(call: Call, arguments: list[str], message: str) -> None:
     given = [] if "--prompt-file" in arguments else ["--prompt", "x"]
     call(*BASE, *given, *arguments).refused(message)
+
+
+def test_a_store_is_written_by_one_run(call: Call, tmp_path: Path) -> None:
+    store = str(tmp_path / "answers.store")
+    held = generate.hold(store)
+    call("--prompt", "x", "--store", store).refused(f"--store {store} is used by another run")
+    held.release()
+    assert call("--prompt", "x", "--store", store, "--max-new-tokens", "2").status == 0
+
+
+def test_an_answer_that_fails_says_why(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode.reading.Reading.read_part", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+    assert "error: prompt 0: OutOfMemoryError: out of memory" in call("--prompt", "x").err
 
 
 def test_a_warning_is_one_line_and_an_error_has_its_notes(run_main: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode import Answer, Sampling, Target, generate
@@ -162,6 +164,15 @@ def test_prompts_whose_logits_are_no_numbers_are_dropped_alone(call: Call, save_
 
 def answered(text: str, finish: Any) -> Answer:
     return Answer([0], [6] * len(text), text, finish, Stats())
+
+
+def test_what_fails_for_want_of_memory_is_asked_again(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = write_rows("in.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
+    with monkeypatch.context() as patch:
+        patch.setattr("decode.reading.Reading.read_part", Mock(side_effect=torch.OutOfMemoryError("out of memory")))
+        run = call(prompts)
+        assert run.status == 2 and "out of memory; the answers so far are kept" in run.err
+    assert call(prompts).status == 0 and not any("dropped" in row for row in read())
 
 
 def test_a_conversation_is_kept_up_to_the_answer_that_is_dropped(

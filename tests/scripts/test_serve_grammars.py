@@ -10,11 +10,15 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
+from tokenizers import decoders
 
 from decode import Sampling, Target, default_model, generate
+from decode.requests.answer import LogProbs
+from draftless_commands.server.fields import StreamOptions
+from draftless_commands.server.replies import TextReply
 from draftless_commands.server.tools import ToolReader, write_tools
 from tests.support.serving import Place
-from tests.support.tokenizers import byte_level
+from tests.support.tokenizers import byte_level, sentence_piece
 
 pytest.importorskip("llguidance")
 QUESTION: list[Any] = [{"role": "user", "content": "Describe Ann Lee, 31, from Berlin, who likes red and blue."}]
@@ -252,3 +256,19 @@ def test_tools_are_text_where_the_template_has_none() -> None:
     }
     assert messages[2]["content"] == f"<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call>"
     assert write_tools({"messages": QUESTION, "tools": []}) == {"messages": QUESTION, "tools": []}
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in (asked[0], told)]
+    written = write_tools({"messages": [parts[0], *asked[1:], parts[1]], "tools": TOOLS})["messages"]
+    assert written == write_tools({"messages": [*asked, told], "tools": TOOLS})["messages"]
+
+
+def test_a_token_is_named_as_it_is_within_a_text() -> None:
+    """Some tokenizers leave out the space that a text begins with."""
+    tokenizer = sentence_piece(["the", " the"])
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [tokenizer.backend_tokenizer.decoder, decoders.Strip(" ", 1, 0)]
+    )
+    reply = TextReply("tiny", tokenizer, [], 1, StreamOptions())
+    within, alone, half = tokenizer.convert_tokens_to_ids(["\u2581the", "the", "<0xE2>"])
+    assert [reply.name(token) for token in (within, alone, half)] == [" the", "the", "\ufffd"]
+    told = reply.tell([within], [LogProbs(-0.1, {within: -0.1, alone: -3.0})])
+    assert told is not None and told["top_logprobs"] == [{" the": -0.1, "the": -3.0}]

@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from decode import Target
+from draftless_commands.head_training import parts
 from draftless_commands.head_training.record import RECORD, read_record
 from heads import LayerConfig, MedusaConfig, MedusaHead, load_head, save_head
+from proposers.calibration import FILE, Calibration
 from proposers.load import load_draft_head
 from tests.support.commands import Call, Run
 from tests.support.drafting import draw_head
@@ -217,6 +219,19 @@ def test_other_settings_are_all_named(call: Call, trained: Path, tmp_path: Path)
     others = ["--save-every", "5", "--validate-every", "7", "--plot", str(tmp_path / "loss.svg")]
     assert call(*SHORT, "--resume", *others, out=trained).status == 0
     assert "<svg" in (tmp_path / "loss.svg").read_text()
+
+
+def test_a_setting_that_is_left_out_is_another_one(call: Call, tmp_path: Path) -> None:
+    short = [*SHORT, "--max-steps", "2"]
+    assert call(*short, "--temperature", "0.5").status == 0
+    refuse(call(*short, "--resume"), "begun with other settings: ", "temperature was 0.5, now None")
+
+
+def test_a_calibration_goes_with_its_head(tmp_path: Path) -> None:
+    Calibration(((0.3, 0.0),), ((0.0, 1.0, 0.0),), (100,)).save(tmp_path)
+    saved = list[Path]()
+    parts._save(lambda folder, dtype: saved.append(folder), tmp_path)
+    assert saved == [tmp_path] and not (tmp_path / FILE).exists()
 
 
 def test_another_model_at_the_same_path_is_refused(

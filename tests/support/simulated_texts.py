@@ -156,7 +156,7 @@ def list_recaptured() -> Iterator[str]:
 
 
 def list_joined_faults(accelerate: str) -> Iterator[str]:
-    """Requests that begin together, but are chosen in two ways, or of which one ends with its first token."""
+    """Requests that begin together. They sample in two ways, and one ends with its first token."""
     target, cpu = make_target("llama", cuda=True, accelerate=accelerate), make_target("llama", cuda=False)
     engine, requests = Engine(target, NGramProposer(length=3), rows=4), list[Request]()
     for prompt, temperature, count in zip(PROMPTS, (0.0, 0.8, 0.0, 0.8), (1, 6, 9, 6), strict=True):

@@ -20,7 +20,7 @@ from draftless_commands.checking.report import check_folder
 from draftless_commands.checking.serving import DRAFT_MODEL
 from draftless_commands.head_training.measurements import validate
 from proposers import DraftProposer, NGramProposer, StagedProposer, load_proposer
-from proposers.draft_models.loading import load_draft_model
+from proposers.draft_models.loading import load_draft_model, read_draft_tokens
 from tests.support.models import VOCABULARY, tiny
 from tests.support.tokenizers import byte_level, merging
 from tests.support.training_runs import assert_same, losses, save_predictable, stop_and_resume, train, walk
@@ -200,10 +200,17 @@ def test_recurrent_drafts_are_trained_as_chains(tmp_path: Path) -> None:
     target = Target(tiny("llama", dtype=torch.float32))
     found = validate(target, head, [[5, 6, 7]])
     assert found.tau >= 1
+    head.train()
+    assert not head.model.training  # without dropout, as it is resumed
     head.tokenizer = target.tokenizer = byte_level()
     head.save(tmp_path)
     report = check_folder(tmp_path, target, "tiny", decode=False)
     assert report.kind == DRAFT_MODEL and "does-not-load" not in {each.name for each in report.findings}
+
+
+def test_a_draft_vocabulary_may_be_of_a_nested_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 9, "draft_tokens": [1, 5]}}))
+    assert read_draft_tokens(tmp_path) == [1, 5]
 
 
 def test_saving_again_replaces_all_files(tmp_path: Path) -> None:
