@@ -17,8 +17,12 @@ from heads.layer_cache import attend, heads_of, hide, is_unseen
 
 def choose_anchors(possible: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """A share of the columns where a mask [B, T] is true: the columns [B, A], padded to at least one a row, and which
-    of them count."""
-    counts = (possible.sum(dim=1) * share).ceil().long()
+    of them count.
+
+    A row's number is rounded up or down by chance, so that short answers weigh no more than their share.
+    """
+    chance = torch.rand(len(possible), device=possible.device)
+    counts = (possible.sum(dim=1) * share + chance).floor().long()
     order = (torch.rand(possible.shape, device=possible.device) + possible).sort(dim=1, descending=True).indices
     columns = order[:, : max(1, int(counts.max()))]
     return columns, torch.arange(columns.shape[1], device=columns.device) < counts[:, None]

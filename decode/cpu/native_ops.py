@@ -75,6 +75,8 @@ def pack(*weights: Weight, digits: int = DIGITS) -> Tensor:
 
     digits: bytes of the integers that float32 inputs of blocks are rounded to, if this CPU multiplies bytes; 0: none.
     """
+    pairs = PLAIN[torch.bfloat16]  # inputs are read in pairs: of an odd number, the last one with the next row's first
+    weights = tuple(Weight.dense(each.rows()) if each.form == pairs and each.inputs % 2 else each for each in weights)
     orders = [torch.empty(0, dtype=torch.long) if each.order is None else each.order for each in weights]
     forms, inputs = [each.form for each in weights], weights[0].inputs
     packed: Tensor = torch.ops.draftless.pack([each.data for each in weights], forms, orders, inputs, digits)

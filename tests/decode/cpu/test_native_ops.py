@@ -156,6 +156,14 @@ def test_weights_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits
         assert torch.equal(halved(states), full(states))
 
 
+def test_an_odd_number_of_inputs_is_not_read_in_pairs() -> None:
+    """As a file may store them in bfloat16. NaN in a row stays there."""
+    stored, inputs = Weight.dense(torch.randn(20, 33).bfloat16()), torch.randn(5, 33)
+    inputs[3, 0] = torch.nan
+    found = torch.ops.draftless.packed_linear(inputs, pack(stored), None, 20)
+    assert torch.allclose(found, nn.functional.linear(inputs, stored.rows()), atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_halved_weights_in_another_dtype(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
