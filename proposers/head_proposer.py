@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, F feature width, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import Any, ClassVar, Self
 from weakref import ref
@@ -44,7 +43,6 @@ class HeadProposer(TreeProposer):
     usual_width: ClassVar[int]
     usual_ranks: ClassVar[int] = RANKS
     seen_slots = 0, 0  # of the head's cache, that the next draft sees, see `find_window`
-    reload: Callable[[Target], VocabularyHead] | None = None  # the head from its folder
 
     def __init__(
         self,
@@ -108,29 +106,6 @@ class HeadProposer(TreeProposer):
         if not self.head.outputs:
             self.head, self._graphs, self._prepared_for = pack_head(self.head), DraftGraphs(), target.device
         return self
-
-    def copy_head(self, target: Target) -> VocabularyHead:
-        """A copy of the head, to train it further; of a packed one, the head in its folder.
-
-        Raises ValueError as `load_head` does, and if a packed head is of no folder.
-        """
-        if self.reload is not None:
-            return self.reload(target)
-        if self.head.outputs:
-            raise ValueError("this head is packed, so it cannot be trained; load it with load_proposer")
-        copied: VocabularyHead = deepcopy(self.head)
-        return copied
-
-    def replace_head(self, head: VocabularyHead, target: Target) -> None:
-        """Draft with another version of the head, of the same sizes, from the next batch on; not after an error."""
-        before = self.head, self._graphs
-        self.head, self._graphs = head, DraftGraphs()
-        try:
-            if self._prepared_for is not None:
-                self.prepare(target)
-        except BaseException:
-            self.head, self._graphs = before
-            raise
 
     def check(self, target: Target) -> None:
         """Raise ValueError if the head was trained for another target."""

@@ -160,7 +160,6 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **shape:
     # In the checkpoint of a model, it is that of the model as a draft.
     calibration = load_calibration(folder) if not KINDS[head.kind].in_checkpoint or is_saved_head(folder) else None
     proposer = find_proposer(head.kind)(head, calibration=calibration, **shape).prepare(target)
-    proposer.reload = partial(_load_fitting_head, kind, folder)
     _warn_of_weights(str(folder), head.config.target_weights, target)
     return proposer
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import groupby
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from decode import Answer, Engine, Sampling, Stats, Target
 from decode.models.compatibility import unwrap
 from decode.proposer import GivenProposer, check_proposer
 from decode.request import Request, read_requests
-from decode.requests.numbers import read_count
-from training.refresh import HeadRefresh
 
 __all__ = ["Rollouts"]
 SAMPLING = "temperature", "top_k", "top_p", "min_p"
@@ -42,16 +39,14 @@ class Rollouts:
     proposer: as in `decode.stream`. It is kept, so it draws on what earlier answers taught it.
     rows: answers that are decoded together; others wait, and join as these end. Equal prompts are read once.
     nodes, accelerate: as in `Engine` and `Target`. Packed copies follow the weights before each call.
-    refresh: after so many calls, the proposer's head is trained further on their answers (`HeadRefresh`); None: never.
 
     Answers are sampled in the dtype of the model's weights, without autocast, and in evaluation mode. They are the same
     for the same `seed` of the trainer's arguments at the same step, with every deterministic proposer. metrics: of the
     last call, under verl's names: the accepted share of draft tokens, tau, and the share of decoding time that drafts
-    saved, by the cost curve; and, if the head was refreshed, its tau by that of the head at first. GRPOTrainer and
-    RLOOTrainer log them.
+    saved, by the cost curve. GRPOTrainer and RLOOTrainer log them.
 
-    Raises ValueError for a model that cannot be a target, for settings of generation that it does not know, for images,
-    and for `refresh` without a trained head; the error of an answer that failed.
+    Raises ValueError for a model that cannot be a target, for settings of generation that it does not know, and for
+    images; the error of an answer that failed.
     """
 
     def __init__(
@@ -61,15 +56,12 @@ class Rollouts:
         rows: int = 16,
         nodes: int = 64,
         accelerate: str = "auto",
-        refresh: int | None = None,
     ) -> None:
         check_proposer(proposer)
         self.proposer, self.rows, self.nodes, self.accelerate = proposer, rows, nodes, accelerate
-        self.refresh = None if refresh is None else read_count(refresh, "refresh")
         self.metrics: dict[str, float] = {}
         self._engine: Engine | None = None
         self._model: PreTrainedModel | None = None  # of the engine
-        self._head_refresh: HeadRefresh | None = None
         self._calls = -1, 0  # the last step of the trainer, and the calls in it
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
@@ -137,7 +129,6 @@ class Rollouts:
             )
             for request in requests:
                 request.log_probs_at = sampling.temperature or 1.0
-            begun = perf_counter()
             try:
                 self.metrics = _run(engine, requests)
             except BaseException:
@@ -145,8 +136,6 @@ class Rollouts:
                 self._engine = None
                 raise
             answers = [_read_answer(request) for request in requests]
-            if self._head_refresh is not None:
-                self.metrics |= self._head_refresh.follow(answers, perf_counter() - begun)
         for mode in getattr(trainer, "_metrics", {}).keys() & {"train" if trainer.model.training else "eval"}:
             for name, value in self.metrics.items():
                 trainer._metrics[mode][name].append(value)
@@ -171,14 +160,8 @@ class Rollouts:
         if engine is not None:
             engine.close()
         del engine  # and its copy of the weights
-        kept, self._head_refresh = self._head_refresh if self._model is model else None, None
         target = Target(model, accelerate=self.accelerate)
-        engine = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes)
-        if kept is not None and kept.proposer is engine.proposer:  # a call has failed
-            kept.target, self._head_refresh = target, kept
-        elif self.refresh is not None:
-            self._head_refresh = HeadRefresh(engine.proposer, target, self.refresh)
-        self._engine, self._model = engine, model
+        self._engine, self._model = Engine(target, self.proposer, rows=self.rows, nodes=self.nodes), model
         return self._engine
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
@@ -23,22 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from decode.models.loading import load_model
-from draftless import Rollouts, load_proposer
+from draftless import Rollouts
 
 LENGTH = 40  # characters
-METHODS: dict[str, Any] = {  # what answers, by the options
-    "trl": lambda _: None,  # the trainer's own `generate`
-    "rollouts": lambda _: Rollouts(),
-    "without drafts": lambda _: Rollouts(None),
-    "merged": lambda _: Rollouts("merged"),
-    "head": lambda options: Rollouts(load_head(options)),
-    "refreshed head": lambda options: Rollouts(load_head(options), refresh=options.refresh),
+METHODS: dict[str, Any] = {  # what answers
+    "trl": lambda: None,  # the trainer's own `generate`
+    "rollouts": lambda: Rollouts(),
+    "without drafts": lambda: Rollouts(None),
+    "merged": lambda: Rollouts("merged"),
 }
-
-
-def load_head(options: argparse.Namespace) -> Any:
-    """A trained head alone, with trees of one size: so tau depends on the head only."""
-    return partial(load_proposer, options.head, nodes=options.nodes)
 
 
 def reward_length(completions: list[Any], **others: Any) -> list[float]:
@@ -59,13 +51,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--head", default="eagle", help="its kind or folder, for the methods with a head")
-    parser.add_argument("--nodes", type=int, default=16, help="of a tree of that head")
-    parser.add_argument("--refresh", type=int, default=1, help="calls between refreshes of that head")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add each run there")
     options = parser.parse_args()
     for method in options.method:
-        run = train(METHODS[method](options), options)
+        run = train(METHODS[method](), options)
         print(json.dumps({"method": method} | {name: run[name] for name in run if name != "steps"}), flush=True)
         if options.json is not None:
             with options.json.open("a", encoding="utf-8") as file:
@@ -109,7 +98,7 @@ def train(rollouts: Rollouts | None, options: argparse.Namespace) -> dict[str, A
         lasted = perf_counter() - begun
     logs = [each for each in trainer.state.log_history if "reward" in each]
     rewards, late = [each["reward"] for each in logs], slice(-10, None)
-    drafts = "spec_accept_length", "spec_accept_rate", "time_saved", "refresh_gain"
+    drafts = "spec_accept_length", "spec_accept_rate", "time_saved"
     kept = *(f"rollout/{name}" for name in drafts), "completions/mean_length"
     found = {name: [each[name] for each in logs[late] if name in each] for name in kept}
     means = {name: fmean(values) for name, values in found.items() if values}

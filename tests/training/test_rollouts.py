@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,9 +16,16 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from decode import Sampling, Target, generate
 from proposers import AnswerStore, MergedProposer, NGramProposer
-from tests.support.models import tiny
+from proposers.medusa import MedusaProposer
+from tests.support.drafting import make_head
+from tests.support.models import USUAL_COSTS, tiny
 from tests.support.tokenizers import byte_level
+from training.data import Example
+from training.factory import make_objective
+from training.feature_cache import BatchLoader
 from training.rollouts import METRICS, Rollouts
+from training.teacher import Teacher
+from training.trainer import plan_batches
 
 PROMPTS = ["one one one", "two", "one one one", "two"]
 
@@ -253,3 +261,39 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
         assert all(each.training for each in trainer.model.modules())
         trainer.state.global_step += 1
         assert rollouts(PROMPTS, trainer)["completion_ids"] == Rollouts(None)(PROMPTS, trainer)["completion_ids"]
+
+
+def train_medusa(target: Target, prompts: list[list[int]]) -> Any:
+    """A head that drafts what this target says now."""
+    head, examples = make_head("medusa", target), []
+    for answer in generate(target, prompts, None, max_new_tokens=40, stop_ids=[]):
+        examples.append(Example((*answer.prompt, *answer.tokens), ((len(answer.prompt), 40 + len(answer.prompt)),)))
+    objective = make_objective(head, target).float()
+    load, plan = BatchLoader(examples, Teacher(target, head.features)), plan_batches([50] * 4, 256, 0, 0)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.02)
+    for batch in map(load, islice(cycle(plan), 40)):
+        optimizer.zero_grad()
+        (objective(batch).total / batch.answers.sum()).backward()
+        optimizer.step()
+    return head
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_head_is_left_out_while_it_does_not_pay(is_merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and among other sources."""
+    model, drafts = make_model(torch.float32).eval(), []
+    target = Target(model, deterministic=USUAL_COSTS)
+    prompts = byte_level()(["one one one", "two", "a b c d", "x y"])["input_ids"]
+    drafter = MedusaProposer(train_medusa(target, prompts))
+    start = drafter.start_drafter
+    monkeypatch.setattr(drafter, "start_drafter", lambda *given: drafts.append(1) or start(*given))
+    proposer = MergedProposer(drafter=drafter) if is_merged else drafter
+    shares = []  # of the steps, that the head drafts in
+    for moved in (0, 7, -7):  # other tokens follow, and then the same again
+        model.lm_head.weight.data = model.lm_head.weight.roll(moved, 0)
+        target.weights_changed()
+        for _ in range(3):
+            drafts.clear()
+            answers = generate(target, prompts, proposer, max_new_tokens=40, stop_ids=[])
+        shares.append(len(drafts) / max(each.stats.steps for each in answers))
+    assert shares[0] > 0.8 and shares[1] < 0.3 and shares[2] > 0.8
