@@ -10,7 +10,7 @@ from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProp
 from proposers.head_proposer import HeadProposer
 from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
-from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
+from proposers.merged import MergedProposer
 from proposers.ngram import NGramProposer
 from proposers.options import HEAD_PROPOSERS, check_options, load_kind
 from proposers.sources import AnswerStore, Continuation, Place, Source
@@ -29,7 +29,6 @@ __all__ = [
     "HeadProposer",
     "HydraProposer",
     "JumpProposer",
-    "LookaheadProposer",
     "MedusaProposer",
     "MergedProposer",
     "MtpProposer",
@@ -37,10 +36,8 @@ __all__ = [
     "NGramProposer",
     "PEagleProposer",
     "Place",
-    "RecyclingProposer",
     "Source",
     "StagedProposer",
-    "SuffixProposer",
     "TreeProposer",
     "check_options",
     "load_calibration",

@@ -15,11 +15,8 @@ from proposers.search import ScoredDrafter
 from proposers.sources import (
     SOURCES,
     AnswerStore,
-    LookaheadSource,
-    RecyclingSource,
     Source,
     StoredSource,
-    SuffixSource,
 )
 from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds, Trust
 from proposers.sources.source import Named
@@ -27,7 +24,6 @@ from proposers.tree_proposer import TreeProposer
 
 NEWS = 0.3  # the share of a drafter's levels that name the right token better than the others, before any is seen
 MEMORY = 0.97  # weight of what was learned before, per accepted node
-ASSUMED = "assumed"  # who drafted a token that only a source's `assume` named
 PARTS = 10  # a drafter's probabilities are counted alike in so many parts
 
 
@@ -40,10 +36,9 @@ class MergedProposer:
     store: answers of earlier requests that are a further source; those of this proposer's streams are added.
     nodes: the size of every tree, root included, unless the sources or the budget give less. None adapts it to this
     device, down to no draft at all.
-    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them. Those that only
-    a source's `assume` named count for none.
+    accepted_by_source: accepted draft tokens by the name of the source that was most confident of them.
 
-    Raises ValueError for a size below 1, and for no size if a source has nodes of its own in every tree.
+    Raises ValueError for a size below 1.
     """
 
     def __init__(
@@ -59,10 +54,6 @@ class MergedProposer:
         self.sources = [make() for make in SOURCES.values()] if sources is None else list(sources)
         if store is not None:
             self.sources.append(StoredSource(store))
-        self._assumed = sum(source.assumed for source in self.sources)
-        if self._assumed and nodes is None:  # what they are worth shows steps later, so no budget could choose them
-            names = ", ".join(type(source).__name__ for source in self.sources if source.assumed)
-            raise ValueError(f"{names} has nodes of its own in every tree; give nodes, the size of the trees")
         self.drafter, self.nodes, self.adaptive = drafter, nodes, nodes is None
         self.layers = () if drafter is None else drafter.layers
         self.fuse, self.begin = getattr(drafter, "fuse", None), getattr(drafter, "begin", None)
@@ -88,9 +79,7 @@ class MergedProposer:
 
     def propose(self, step: Step, budget: int) -> Tree:
         self._observe(step)
-        limit, least = min(budget, self.nodes or budget), 0.0
-        assumed = 0 if step.target.is_recurrent else min(self._assumed, limit // 2)
-        most = limit - assumed
+        most, least = min(budget, self.nodes or budget), 0.0
         if self.adaptive:
             self.draft_budget.observe(step)
             least = self.draft_budget.least_worth
@@ -105,12 +94,8 @@ class MergedProposer:
         if self.adaptive:
             grown = grown[: self.draft_budget.choose_growth(expected, levels)]
         taken = Counter(row for rows in grown for row in rows)
-        for row, (tree, request_id) in enumerate(zip(trees, step.request_ids, strict=True)):
+        for row, tree in enumerate(trees):
             del tree.nodes[1 + taken[row] :]
-            if assumed:
-                for source in self.sources:
-                    for path in source.assume(request_id):
-                        tree.add_path(path, limit)
         tokens = [[node.token for node in tree.nodes] for tree in trees]
         parents = [[-1 if node.parent is None else node.parent.number for node in tree.nodes] for tree in trees]
         return Tree.of_rows([*zip(tokens, parents, strict=True)])
@@ -155,8 +140,7 @@ class MergedProposer:
 
     def credit(self, request_id: int, tokens: Sequence[int]) -> list[str]:
         """The names of the sources that were most confident of accepted tokens. Arguments as in `decode.Proposer`."""
-        nodes = self._trees[request_id].follow(tokens)
-        return [self._names[node.best] if node.best >= 0 else ASSUMED for node in nodes]
+        return [self._names[node.best] for node in self._trees[request_id].follow(tokens)]
 
     def _learn(self, followed: Sequence[tuple[GrowingNode, int]], accepted: int) -> None:
         """Learn whose tokens were accepted, and how often the drafter's continuations are news.
@@ -209,36 +193,6 @@ class MergedProposer:
             budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_A_LEVEL)
             self._drafter_worth.learn(unknown, budget.find_gain(expected) - gain, passes, costs)
         return expected, grown, passes
-
-
-class SuffixProposer(MergedProposer):
-    """Drafts what followed earlier occurrences of the last tokens, as a tree: `SuffixSource` alone."""
-
-    def __init__(self, *, store: AnswerStore | None = None, nodes: int | None = None) -> None:
-        super().__init__([SuffixSource()], store=store, nodes=nodes)
-
-
-class RecyclingProposer(MergedProposer):
-    """Drafts what the target predicted after the same last tokens: `RecyclingSource` alone."""
-
-    def __init__(self, *, nodes: int | None = None) -> None:
-        super().__init__([RecyclingSource()], nodes=nodes)
-
-
-class LookaheadProposer(MergedProposer):
-    """Drafts n-grams that the target has predicted: `LookaheadSource` alone. It needs no training.
-
-    window, size: as in `LookaheadSource`; W and N in the paper.
-    nodes: the size of every tree, root included; half of it is for the window. None is 1 + 2 x W x (N - 1): 19 by
-    default, which suits a CPU. The authors take W = 7 and N = 5 for models of 7B parameters on a GPU: 57 nodes.
-    The size does not adapt to the acceptance or the device: without its window a tree would learn nothing.
-
-    Raises ValueError as `LookaheadSource` and `MergedProposer` do.
-    """
-
-    def __init__(self, window: int = 3, size: int = 4, *, nodes: int | None = None) -> None:
-        source = LookaheadSource(window, size)
-        super().__init__([source], nodes=1 + 2 * source.assumed if nodes is None else nodes)
 
 
 def continue_paths(

@@ -21,10 +21,10 @@ from proposers.draft_models.proposer import DraftProposer
 from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
-from proposers.merged import LookaheadProposer, MergedProposer, RecyclingProposer, SuffixProposer
+from proposers.merged import MergedProposer
 from proposers.ngram import NGramProposer
 from proposers.own_class import find_own, is_own_class
-from proposers.sources import AnswerStore
+from proposers.sources import AnswerStore, RecyclingSource, SuffixSource
 
 HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "medusa": MedusaProposer,
@@ -42,10 +42,9 @@ SHAPE = "nodes", "depth", "width"
 _MERGED = "head", "draft_model", "store", "nodes", "head_window"
 TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and their `DraftingOptions`
     "none": (PlainProposer, ()),
-    "ngram": (NGramProposer, ()),
-    "suffix": (SuffixProposer, ("store", "nodes")),
-    "recycling": (RecyclingProposer, ("nodes",)),
-    "lookahead": (LookaheadProposer, ("nodes",)),
+    "ngram": (lambda nodes=None: NGramProposer(length=nodes and nodes - 1), ("nodes",)),
+    "suffix": (lambda **given: MergedProposer([SuffixSource()], **given), ("store", "nodes")),
+    "recycling": (lambda **given: MergedProposer([RecyclingSource()], **given), ("nodes",)),
     "merged": (MergedProposer, _MERGED),
     "draft": (DraftProposer, ("draft_model", "draft_proposer", "sampled", *SHAPE)),
     **{kind: (make, ("head", *make.options)) for kind, make in HEAD_PROPOSERS.items()},

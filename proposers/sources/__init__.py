@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from proposers.sources.answer_store import AnswerStore, StoredSource
 from proposers.sources.grammar import GrammarSource
-from proposers.sources.lookahead import LookaheadSource
 from proposers.sources.recycling import RecyclingSource
 from proposers.sources.source import Continuation, Place, Source
 from proposers.sources.suffix import SuffixAutomaton, SuffixSource
@@ -20,7 +19,6 @@ __all__ = [
     "AnswerStore",
     "Continuation",
     "GrammarSource",
-    "LookaheadSource",
     "Place",
     "RecyclingSource",
     "Source",

@@ -119,20 +119,6 @@ class GrowingTree:
             node.p, node.best, node.number = -p, parent.likely[token][1], len(self.nodes)
             self.nodes.append(node)
 
-    def add_path(self, tokens: Iterable[int], most: int) -> None:
-        """Add a path of tokens after the root, until the tree has `most` nodes.
-
-        Call it when the tree has grown. Nodes that are in the tree already are shared.
-        """
-        node = self.root
-        for token in tokens:
-            node = self._make(node, token)
-            if node not in self.nodes:
-                if len(self.nodes) >= most or node.depth > self.deepest:
-                    return
-                node.number = len(self.nodes)
-                self.nodes.append(node)
-
     def add(self, node: GrowingNode, source: int, continuations: Iterable[Named]) -> None:
         """Add the continuations of a node that a source names. They count when it grows again."""
         self._ask(node)

@@ -50,12 +50,8 @@ class Source(ABC):
 
     A source that keeps something for each node, such as a state of an automaton, overrides `start` and `follow` as well
     and gets what they return instead of a `Place`.
-    A source may have nodes that are verified for their logits alone: it names their paths in `assume`, and gives their
-    number as `assumed`. They take time in every step and leave fewer nodes for drafts, so merged trees with such a
-    source have a fixed size.
     """
 
-    assumed: int = 0
     usual_trust: float = 0.9  # of its drafted tokens, those that are right, relative to its own estimates (`Trust`)
 
     @property
@@ -74,10 +70,6 @@ class Source(ABC):
     def follow(self, state: Any, token: int) -> Any:
         """The state of a node's child, whichever source named it."""
         return Place(state.text, (*state.draft, token))
-
-    def assume(self, request_id: int) -> Iterable[Sequence[int]]:
-        """Paths of tokens after the root, most important first, to see what the target predicts after their nodes."""
-        return ()
 
     def renew(self) -> Self:
         """The same source with nothing learned."""

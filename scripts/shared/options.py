@@ -44,8 +44,7 @@ FILE.py:CLASS (default: %(default)s)"""
 HEAD_HELP = f"""for {", ".join(HEAD_PROPOSERS)}, merged, auto: a head's folder, or the kind of a pretrained head of the
 default model (default: the pretrained one, if there is one; for mtp the module in the model's checkpoint; for merged
 none)"""
-NODES_HELP = """for heads, draft, suffix, recycling, lookahead, merged, auto: trees of N nodes (default: as many as
-pay; for lookahead 19)"""
+NODES_HELP = """for heads, draft, ngram, suffix, recycling, merged, auto: trees of N nodes (default: as many as pay)"""
 STORE_HELP = """for suffix, merged, auto: draft from the answers in this file too, and add new ones to it (default: from
 the answers of this run alone)"""
 DRAFT_MODEL_HELP = "for draft, merged, auto: a smaller model, folder or hub id"

@@ -31,13 +31,11 @@ from proposers import (
     MultiTokenProposer,
     NGramProposer,
     PEagleProposer,
-    RecyclingProposer,
-    SuffixProposer,
     TreeProposer,
     load_proposer,
 )
 from proposers.options import OPTIONS
-from proposers.sources import Continuation, Place, RecyclingSource, Source
+from proposers.sources import Continuation, Place, RecyclingSource, Source, SuffixSource
 from tests.support.drafting import Known, make_head, texts, tree_of_rows
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
@@ -76,8 +74,8 @@ DETERMINISTIC: dict[str, Callable[[Target], Proposer]] = {
     **{name: partial(load_proposer, name) for name in UNTRAINED},
     "ngram": lambda target: NGramProposer(),
     "ngram fixed": lambda target: NGramProposer(max_size=2, length=10, first=True),
-    "suffix": lambda target: SuffixProposer(store=AnswerStore(1000)),
-    "recycling": lambda target: RecyclingProposer(nodes=9),
+    "suffix": lambda target: MergedProposer([SuffixSource()], store=AnswerStore(1000)),
+    "recycling": lambda target: MergedProposer([RecyclingSource()], nodes=9),
     "merged": lambda target: MergedProposer(),
     "merged hydra": lambda target: merge(HydraProposer(make_head("hydra", target)), nodes=16),
     "merged eagle3": lambda target: merge(EagleProposer(make_head("eagle3", target, draft_size=40), depth=3, width=4)),

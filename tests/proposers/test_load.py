@@ -209,7 +209,7 @@ def test_a_head_that_cannot_draft_is_refused_without_a_warning_that_it_drafts(
 BEFORE_LOADING = [
     ("oak", {}, "proposer 'oak'; choose from none, ngram, .*, auto, a head's folder and FILE.py:CLASS"),
     ("merged", {"draft_model": "TARGET", "head": "eagle3"}, "both head and draft_model name a drafter"),
-    ("none", {"nodes": 3}, "none has no option nodes; it is for suffix, recycling, lookahead, merged, draft, medusa"),
+    ("none", {"nodes": 3}, "none has no option nodes; it is for ngram, suffix, recycling, merged, draft, medusa"),
     ("draft", {}, "draft needs draft_model, a smaller model"),
     ("eagle", {}, "cannot load a head from .*eagle': there is no such local folder"),
     ("HEADS/hydra", {"head": "x"}, "hydra' and head name a head; give one"),

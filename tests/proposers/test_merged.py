@@ -18,11 +18,9 @@ from proposers import (
     HydraProposer,
     MergedProposer,
     Place,
-    RecyclingProposer,
     Source,
-    SuffixProposer,
 )
-from proposers.sources import RecyclingSource, recycling
+from proposers.sources import RecyclingSource, SuffixSource, recycling
 from proposers.sources.growing_tree import LEARNED_WEIGHT, TRUST_MEMORY, TRUST_WEIGHT, GrowingTree, Trust
 from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn
 from tests.support.drafting import Recorder, list_paths, make_head
@@ -171,14 +169,16 @@ def test_a_repeated_text_is_drafted(target: Target) -> None:
     prompt = [5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7]
     only_8 = torch.full((1, target.vocabulary), -torch.inf).index_fill(1, torch.tensor([8]), 0.0)
     sampling = Sampling(processors=[lambda ids, scores: only_8.to(scores)])
-    for proposer in (SuffixProposer(nodes=6), MergedProposer(nodes=6)):
+    for proposer in (MergedProposer([SuffixSource()], nodes=6), MergedProposer(nodes=6)):
         recorder = Recorder(proposer)
         generate(target, [prompt], recorder, max_new_tokens=9, stop_ids=(), sampling=sampling)
         assert (9, 10, 11) in recorder.drafted[*prompt, 8]
 
 
 def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target) -> None:
-    proposer = RecyclingProposer(nodes=1)  # no rejected nodes: they may be the last ones after the same tokens
+    proposer = MergedProposer([RecyclingSource()], nodes=1)  # rejected nodes could be the last ones after a token
+        [RecyclingSource()], nodes=1
+    )  # no rejected nodes: they may be the last ones after the same tokens
     answer = generate(target, [[5, 6, 7, 5, 6]], proposer, max_new_tokens=30, stop_ids=())[0]
     recycled, text = proposer.sources[0]._roots[0].recycled, [5, 6, 7, 5, 6, *answer.tokens]
     for end in range(5, 30):

@@ -25,7 +25,6 @@ from proposers import (
     EagleProposer,
     HydraProposer,
     JumpProposer,
-    LookaheadProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
@@ -82,7 +81,6 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
 
     return {
         "ngram": NGramProposer(length=4),
-        "lookahead": LookaheadProposer(),
         "draft": DraftProposer(target, depth=3, nodes=4),
         "draft tree": DraftProposer(target, width=2, depth=2, nodes=5),
         "draft adaptive": DraftProposer(target, width=2, depth=4),

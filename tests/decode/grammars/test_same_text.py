@@ -20,11 +20,9 @@ from proposers import (
     AnswerStore,
     DraftProposer,
     EagleProposer,
-    LookaheadProposer,
     MedusaProposer,
     MergedProposer,
     NGramProposer,
-    SuffixProposer,
 )
 from proposers.sources import GrammarSource, RecyclingSource, SuffixSource
 from tests.support.commands import run_module
@@ -52,8 +50,7 @@ PROPOSERS: dict[str, Callable[[Target], Proposer | None]] = {
     "none": lambda target: None,
     "ngram": lambda target: NGramProposer(length=4),
     "merged": lambda target: MergedProposer(store=AnswerStore(100), nodes=12),
-    "suffix": lambda target: SuffixProposer(nodes=8),
-    "lookahead": lambda target: LookaheadProposer(),
+    "suffix": lambda target: MergedProposer([SuffixSource()], nodes=8),
     "itself": lambda target: DraftProposer(target, depth=4, nodes=5),
     "draft tree": lambda target: DraftProposer(target, width=2, depth=2, nodes=6),
     "medusa": lambda target: MedusaProposer(make_head("medusa", target), nodes=9),
