@@ -6,12 +6,11 @@ from heads.checkpoint import load_head, save_head
 from heads.dflash import DFlashConfig, DFlashHead
 from heads.eagle import Eagle3Config, Eagle3Head, EagleConfig, EagleHead, PEagleConfig, PEagleHead, choose_features
 from heads.flashmap import FlashMapConfig, FlashMapHead
-from heads.hydra import HydraConfig, HydraHead
 from heads.jump import JumpConfig, JumpHead
 from heads.kinds import KINDS, Kind
 from heads.layer_cache import LayerCache
 from heads.layers import LayerConfig
-from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
+from heads.medusa import HydraConfig, HydraHead, MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
 
 PRETRAINED = Path(__file__).parent / "pretrained" / "smollm2-135m-instruct"  # a folder per kind, for the default model

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from heads.eagle import check_block, check_features
 from heads.layer_cache import Attend
-from heads.layers import Attention, LayerConfig, Norm
-from heads.rope import RotaryTable
+from heads.layers import Attention, LayerConfig, Norm, RotaryTable
 from heads.vocabulary import HeadConfig, VocabularyHead
 
 DRAWS = 256  # of noise; a slot takes one by its position

@@ -18,9 +18,8 @@ from heads.formats.flashmap import FLASHMAP
 from heads.formats.layout import Format
 from heads.formats.medusa import HYDRA, MEDUSA
 from heads.formats.mtp import MTP
-from heads.hydra import HydraConfig, HydraHead
 from heads.jump import JumpConfig, JumpHead
-from heads.medusa import MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
+from heads.medusa import HydraConfig, HydraHead, MedusaConfig, MedusaHead, MultiTokenConfig, MultiTokenHead
 from heads.mtp import MtpConfig, MtpHead
 from heads.vocabulary import HeadConfig, VocabularyHead
 

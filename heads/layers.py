@@ -1,18 +1,42 @@
 """Layers that several heads share. The decoder layer is a Llama model's, for Hydra++'s prefix attention and EAGLE.
 
-Its parameters are named as in transformers. Shapes: B rows, T tokens, H hidden size, D head size.
+Its parameters are named as in transformers, and so are the scalings of its rotary positions (RoPE; Su et al., 2021).
+Shapes: B rows, T tokens, H hidden size, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from heads.layer_cache import Attend, attend
-from heads.rope import RotaryTable, Scaling, check_scaling, find_frequencies, rotate
+
+NEEDED = {  # the parameters that each type of scaling needs, in addition to the factor
+    "linear": (),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_max_position_embeddings",),
+}
+OPTIONAL = ("beta_fast", "beta_slow", "attention_factor")  # of yarn
+Scaling: TypeAlias = Mapping[str, Any]  # a `rope_type` and its parameters, with transformers' names and meanings
+
+
+class RotaryTable(NamedTuple):
+    """What `rotate` takes."""
+
+    cosines: Tensor  # [B, 1, T, D]
+    sines: Tensor  # the same shape, signed
+
+    def part(self, begin: int, end: int) -> RotaryTable:
+        """The table of the positions from `begin` to `end`."""
+        return RotaryTable(*(each[:, :, begin:end] for each in self))
+
 
 Positions: TypeAlias = Tensor | RotaryTable  # of tokens, or the table of these positions if it is known already
 
@@ -42,15 +66,20 @@ class LayerConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
         if self.rope_scaling is not None:
-            check_scaling(self.rope_scaling)
+            rope_type = self.rope_scaling.get("rope_type")
+            if rope_type not in NEEDED:
+                raise ValueError(f"rope_type is {rope_type!r}; it can be default, {', '.join(NEEDED)}")
+            if missing := [name for name in ("factor", *NEEDED[rope_type]) if name not in self.rope_scaling]:
+                raise ValueError(f"rope_type {rope_type!r} needs {', '.join(missing)}")
 
     def frequencies(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
         """See `find_frequencies`, for states of this dtype.
 
         Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
         """
+        scaling = self.rope_scaling and tuple(self.rope_scaling.items())
         wide = torch.promote_types(dtype, torch.float32)
-        return find_frequencies(self.rope_scaling, self.rope_theta, self.head_dim, wide, device)
+        return find_frequencies(scaling, self.rope_theta, self.head_dim, wide, device)
 
     def rotary_table(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTable:
         """The table of positions [B, T], for states of this dtype. frequencies [D]: if they are at hand."""
@@ -166,3 +195,31 @@ class ResidualBlock(nn.Module):
         for layer in self.layers:
             states = states + nn.functional.silu(layer(states))
         return states
+
+
+def rotate(states: Tensor, table: RotaryTable) -> Tensor:
+    """Rotate states [B, heads, T, D] by the table of their positions.
+
+    Elements i and i + D/2 of a head form a pair, as in Llama.
+    """
+    cosines, sines = table
+    return torch.addcmul(states * cosines, states.roll(states.shape[-1] // 2, dims=-1), sines)
+
+
+@torch.compiler.assume_constant_result  # torch.compile would compute them anew each time
+@lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)  # cached tensors must also work in training
+def find_frequencies(scaling: Any, theta: float, size: int, dtype: Any, device: Any) -> tuple[Tensor, float]:
+    """Each of a head's D elements' frequency [D], and the factor that multiplies queries and keys.
+
+    Those of the first half are negative. So the sine of an angle has the sign with which it multiplies the other half.
+    scaling: pairs of a `Scaling`, or None.
+    """
+    strength = 1.0
+    if scaling is None:
+        frequencies = theta ** -(torch.arange(size // 2, dtype=dtype, device=device) / (size // 2))
+    else:
+        config = LlamaConfig(hidden_size=size, num_attention_heads=1, head_dim=size)
+        config.rope_parameters = {"rope_theta": theta, **dict(scaling)}
+        frequencies, strength = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, device)
+    return torch.cat([-frequencies, frequencies]).to(dtype), float(strength)

@@ -6,7 +6,7 @@ from proposers.draft_budget import DraftBudget
 from proposers.draft_models.loading import load_draft_model
 from proposers.draft_models.proposer import DraftProposer
 from proposers.draft_models.staged import StagedProposer
-from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProposer
+from proposers.eagle import EagleProposer, JumpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.load import load_draft_head, load_proposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
@@ -31,7 +31,6 @@ __all__ = [
     "JumpProposer",
     "MedusaProposer",
     "MergedProposer",
-    "MtpProposer",
     "MultiTokenProposer",
     "NGramProposer",
     "PEagleProposer",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from decode import Step, Target
+from decode import Target
 from heads.layer_cache import LayerCache, hide
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import MedusaDrafter
@@ -28,18 +28,8 @@ class BlockProposer(HeadProposer):
     usual_width = 8
     levelwise: ClassVar[bool] = False
 
-    def read_step(self, step: Step) -> Inputs:
-        self._history.read_all(self.reader(step))
-        return {}
-
     def is_fixed(self, inputs: Inputs) -> bool:
         return False
-
-    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        cache = self._history.make_cache(1)
-        cache.write(*self.head.read(self.head.fuse(features[:, :end]), cache.positions(end, text.device)))
-        self.hold_along(cache, begin, end)
-        return {}
 
 
 class FlashMapProposer(BlockProposer):

@@ -27,7 +27,7 @@ DEPTH, WIDTH = 6, 10  # of EAGLE-2
 
 
 class EagleProposer(HeadProposer):
-    """Drafts with an `EagleHead` or an `Eagle3Head`, one pass of it over all paths a level.
+    """Drafts with an EAGLE, EAGLE-3 or MTP head, one pass of it over all paths a level.
 
     Slot i of its cache is for the target's feature i with token i + 1, at position i. Before each draft the head reads
     the features committed since the last. It never attends to its own features of earlier drafts, which would cost 8 to
@@ -36,7 +36,6 @@ class EagleProposer(HeadProposer):
 
     levels: ClassVar[int | None] = DEPTH
     usual_width, usual_ranks = WIDTH, WIDTH
-    may_be_graph: ClassVar[bool] = True
     _pass: FastPass | None = None  # of the packed head
 
     def prepare(self, target: Target) -> Self:
@@ -44,6 +43,11 @@ class EagleProposer(HeadProposer):
         if self.may_be_graph and (self._pass is None or self._pass.head is not self.head):
             self._pass = FastPass(self.head, self.dtype, compiles=target.compiled)
         return self
+
+    @property
+    def may_be_graph(self) -> bool:
+        """Not an MTP module, whose layer is transformers' own code."""
+        return hasattr(self.head.config, "layer")
 
     @property
     def fast_pass(self) -> FastPass:
@@ -73,14 +77,7 @@ class EagleProposer(HeadProposer):
             cache.keep(unread.counts, unread.counts_tensor)
             numbers = {"counts": unread.counts_tensor, "lengths": lengths}
             return {"features": unread.features, "following": unread.following, **numbers}
-        return {"states": self._history.read_all(self.reader(step))}
-
-    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        cache, following = self._history.make_cache(1), text[None, 1 : end + 1]
-        positions, fused = cache.positions(end, text.device), self.head.fuse(features[:, :end])
-        states = self.head(self.embedding(target)(following), fused, positions, cache.attend)
-        self.hold_along(cache, begin, end)
-        return {"states": states[0, begin:end]}
+        return super().read_step(step)
 
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         features, embed = part.features.to(self.dtype), self.embedding(target)
@@ -98,7 +95,7 @@ class EagleProposer(HeadProposer):
         return None if held is None else held[0]
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
-        cache, states = self._history.cache, inputs.get("states")
+        cache, states = self._history.cache, inputs.get("last")
         if states is None:
             cache, counts = cache.at_fixed_shape(inputs["lengths"], self.seen_slots), inputs["counts"]
             part = FeaturePart(inputs["features"], inputs["following"], counts, [0] * len(counts))
@@ -107,24 +104,12 @@ class EagleProposer(HeadProposer):
         return EagleDrafter(self.fast_pass, states, cache, self.embedding(target), self.depth, tokens)
 
 
-class MtpProposer(EagleProposer):
-    """Drafts with an `MtpHead`, one pass of it a level."""
-
-    may_be_graph = False  # its layer is transformers' own code
-
-
 class JumpProposer(EagleProposer):
     """Drafts with a `JumpHead`. Slot i of its cache is for token i of the text: its keys and values are all that is
     read of it. A draft begins with a pass over its root."""
 
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         return self.head.above(HeadProposer.read_features(self, target, cache, part))
-
-    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        cache = self._history.make_cache(1)
-        cache.write(*self.head.read(features[:, :end], cache.positions(end, text.device)))
-        self.hold_along(cache, begin, end)
-        return {"states": self.head.above(features[0, begin:end])}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:
         drafter, roots = super().start_drafter(inputs, target), inputs["roots"][:, None]
@@ -135,7 +120,8 @@ class JumpProposer(EagleProposer):
 class PEagleProposer(EagleProposer):
     """Drafts with a `PEagleHead`: one pass over new features and over the positions that are not drafted yet."""
 
-    levels, levelwise, may_be_graph = None, False, False
+    levels, levelwise = None, False
+    may_be_graph = False
 
     @torch.no_grad()
     def observe(self, step: Step) -> None:

@@ -161,7 +161,9 @@ class HeadProposer(TreeProposer):
         return features
 
     def read_step(self, step: Step) -> Inputs:
-        """See `TreeProposer`. Here for heads that read the last feature alone."""
+        """See `TreeProposer`. Here each row's last feature, or the head's last state if it attends to features."""
+        if self.head.reads_all_features:
+            return {"last": self._history.read_all(self.reader(step))}
         assert step.features is not None and step.upload is not None
         return {"last": pick_last(step.features, step.upload["counts"]).to(self.dtype)}
 
@@ -174,15 +176,16 @@ class HeadProposer(TreeProposer):
         return self.start_drafter(inputs | {"roots": text[begin + 1 : end + 1]}, target)
 
     def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        """As `read_step`, for the rows of `start_along`."""
-        return {"last": features[0, begin:end]}
-
-    def hold_along(self, cache: LayerCache, begin: int, end: int) -> None:
-        """Let each row of `start_along` attend to its part of a text that was written to a cache."""
-        cache.keep([end])
+        """As `read_step`, for the rows of `start_along`: each attends to its part of the text."""
+        if not self.head.reads_all_features:
+            return {"last": features[0, begin:end]}
+        cache, count = self._history.make_cache(1), torch.tensor([end], device=text.device)
+        part = FeaturePart(self.head.fuse(features[:, :end]), text[None, 1 : end + 1], count, [end])
+        states = self.read_features(target, cache, part)
         cache.select([0] * (end - begin))
         cache.crop(range(begin + 1, end + 1))
         self._history.cache = cache
+        return {"last": states[0, begin:end]}
 
     def run(self, find: Find, inputs: Inputs, target: Target, samplings: Sequence[Sampling], sizes: Hashable) -> Draft:
         if not target.has_graphs or not self.is_fixed(inputs) or len(group_rows(samplings)) > 1:

@@ -34,14 +34,15 @@ class MultiTokenProposer(MedusaProposer):
     """Drafts with a `MultiTokenHead`, whose layers have read all features of the text."""
 
     def read_step(self, step: Step) -> Inputs:
-        last, cache = self._history.read_all(self.reader(step))[:, None], self._history.cache
-        positions = cache.positions(1, last.device) - 1
-        return {"states": self.head(last, positions, lambda queries, keys, values: cache.look(queries))[:, 0]}
+        return self._look(super().read_step(step)["last"])
 
     def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        cache = self._history.make_cache(1)
-        states = self.head(features[:, :end], cache.positions(end, text.device), cache.attend)
-        return {"states": states[0, begin:end]}
+        return self._look(super().read_along(target, features, text, begin, end)["last"])
+
+    def _look(self, last: Tensor) -> Inputs:
+        cache = self._history.cache
+        positions = cache.positions(1, last.device) - 1
+        return {"states": self.head(last[:, None], positions, lambda queries, *_: cache.look(queries))[:, 0]}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> MedusaDrafter:
         return MedusaDrafter(self.head, inputs["states"])
@@ -72,17 +73,9 @@ class HydraProposer(HeadProposer):
     options = ("nodes",)
     usual_width = 8
 
-    def read_step(self, step: Step) -> Inputs:
-        if not self.head.reads_all_features:
-            return super().read_step(step)
-        return {"last": self._history.read_all(self.reader(step))}
-
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
         states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
         return states
-
-    def read_along(self, target: Target, features: Tensor, text: Tensor, begin: int, end: int) -> Inputs:
-        return {"last": self.head.contextualize(features)[0, begin:end]}
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:
         return HydraDrafter(self.head, inputs["last"], inputs["roots"], self.embedding(target))

@@ -18,7 +18,7 @@ from heads.kinds import add_kind, get_kind
 from proposers.dflash import DFlashProposer, FlashMapProposer
 from proposers.draft_models.loading import is_trained_draft
 from proposers.draft_models.proposer import DraftProposer
-from proposers.eagle import EagleProposer, JumpProposer, MtpProposer, PEagleProposer
+from proposers.eagle import EagleProposer, JumpProposer, PEagleProposer
 from proposers.head_proposer import HeadProposer
 from proposers.medusa import HydraProposer, MedusaProposer, MultiTokenProposer
 from proposers.merged import MergedProposer
@@ -36,7 +36,7 @@ HEAD_PROPOSERS: dict[str, type[HeadProposer]] = {  # by the kind of head
     "dflash": DFlashProposer,
     "flashmap": FlashMapProposer,
     "jump": JumpProposer,
-    "mtp": MtpProposer,
+    "mtp": EagleProposer,
 }
 SHAPE = "nodes", "depth", "width"
 _MERGED = "head", "draft_model", "store", "nodes", "head_window"

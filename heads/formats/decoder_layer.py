@@ -10,8 +10,7 @@ from typing import Any
 from heads.dflash import DFlashConfig
 from heads.eagle import Eagle3Config, EagleConfig
 from heads.formats.layout import ConfigDict, Shapes, extent, number, section
-from heads.layers import LayerConfig
-from heads.rope import NEEDED, OPTIONAL, Scaling
+from heads.layers import NEEDED, OPTIONAL, LayerConfig, Scaling
 
 VICUNA_HEAD_DIM = 128  # of the published Hydra++ heads, whose configs lack it
 # What rotary positions can have in addition to a scaling's parameters.

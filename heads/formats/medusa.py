@@ -31,8 +31,7 @@ from heads.formats.layout import (
     read_common,
     rename,
 )
-from heads.hydra import HydraConfig
-from heads.medusa import MedusaConfig, MedusaHead
+from heads.medusa import HydraConfig, MedusaConfig, MedusaHead
 from heads.vocabulary import Output
 
 WHOLE = "medusa_head."

@@ -23,8 +23,8 @@ from heads import (
     MedusaHead,
     choose_features,
 )
-from heads.hydra import HydraConfig, HydraHead
-from heads.rope import rotate
+from heads.layers import rotate
+from heads.medusa import HydraConfig, HydraHead
 from tests.support.small_heads import HIDDEN, LAYER, LLAMA3, VOCABULARY, YARN, PlainLayer, close, drawn, made, silu
 
 WIDE = 12  # a target's hidden size that differs from the head's

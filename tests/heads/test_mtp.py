@@ -22,7 +22,7 @@ from decode import Sampling, Target
 from decode.prefill import read_texts
 from heads import checkpoint, load_head, save_head
 from heads.formats import mtp
-from proposers import MtpProposer, load_draft_head, load_proposer
+from proposers import EagleProposer, load_draft_head, load_proposer
 from tests.support.drafting import texts
 from tests.support.models import tiny
 from tests.support.mtp_checkpoints import CHECKPOINTS, LAYOUTS, Change, make_checkpoint, nest, unchanged
@@ -109,7 +109,7 @@ def test_the_module_of_the_targets_checkpoint_changes_no_text(kind: str, tempera
     plain = texts(target, PROMPTS, None, max_new_tokens=10, **settings)
     proposer = load_proposer("mtp", target, nodes=12)
     merged: Any = load_proposer("merged", target, head="mtp")
-    assert isinstance(proposer, MtpProposer) and isinstance(merged.drafter, MtpProposer)
+    assert isinstance(proposer, EagleProposer) and isinstance(merged.drafter, EagleProposer)
     assert texts(target, PROMPTS, proposer, max_new_tokens=10, **settings) == plain
 
 

@@ -177,8 +177,6 @@ def test_a_repeated_text_is_drafted(target: Target) -> None:
 
 def test_what_is_kept_after_a_token_is_the_models_own_prediction(target: Target) -> None:
     proposer = MergedProposer([RecyclingSource()], nodes=1)  # rejected nodes could be the last ones after a token
-        [RecyclingSource()], nodes=1
-    )  # no rejected nodes: they may be the last ones after the same tokens
     answer = generate(target, [[5, 6, 7, 5, 6]], proposer, max_new_tokens=30, stop_ids=())[0]
     recycled, text = proposer.sources[0]._roots[0].recycled, [5, 6, 7, 5, 6, *answer.tokens]
     for end in range(5, 30):
