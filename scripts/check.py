@@ -109,8 +109,10 @@ def examine(args: Namespace, kind: str) -> Report:
     folder, repository = args.export or args.folder, args.push_to_hub
     if repository is not None:
         check_upload(repository, args.folder if args.export is None else None)
-    answers = None
-    if options.model is not None and is_adapter(options.model) and not args.no_decode:
+    answers, is_adapted = None, options.model is not None and is_adapter(options.model)
+    if is_adapted:
+        print_notice("servers need a MODEL with the adapter merged into it")
+    if is_adapted and not args.no_decode:
         answers = answer_without_adapter(options, NEW_TOKENS)
     target = load_target(options)
     if args.export is not None:

@@ -230,7 +230,7 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
         **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
         "template_options": dict(options.template_option or ()),
         "data": dataset.fingerprint,
-        "init": None if options.init is None else str(options.init.resolve()),
+        "init": options.init and str(options.init.resolve() if options.init.exists() else options.init),
         "shape": {name: value for name, value in asdict(head.config).items() if not name.startswith("target_")},
         "lora_rank": (options.lora_rank or RANK) if options.joint else None,
         "draft_vocabulary": hashlib.sha256(str(tokens).encode()).hexdigest()[:16],

@@ -103,7 +103,7 @@ def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Con
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             raise ValueError(f"{place}: there is no question to answer: messages need one by user")
     read = [_read_content(message, place) for message in messages]
-    if not answered:
+    if not answered and read[-1]["role"] == "user":  # a tool may have nothing to say
         check_prompt(read[-1]["content"], place)
     return Conversation(read, later, _read_options(row, place), row, place)
 
@@ -137,6 +137,8 @@ def _refuse_unreadable(row: Mapping[str, Any], place: str) -> None:
         raise ValueError(f"{place}: {refused[0]!r} would change the text, and only text and tools can be given")
     if all(name in row for name in ANSWERS):
         raise ValueError(f'{place}: a line has "response" or "completion", not both')
+    if "prompt" not in row and (others := [name for name in ANSWERS if name in row]):
+        raise ValueError(f'{place}: "{others[0]}" answers a "prompt"; here it must be the last message by "assistant"')
 
 
 def _list_messages(row: Mapping[str, Any], place: str) -> tuple[list[Message], list[str]]:
@@ -243,4 +245,4 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}: this JSON cannot be read ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place}: a line is a JSON object, not {json.dumps(row):.40}")
-    return row
+    return {name: value for name, value in row.items() if value is not None}  # as other programs write missing ones

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ class Dataset:
     prompts: list[list[int]]
     dropped: int  # answers that end in a loop
     too_long: int  # prompts that leave no room for an answer
+    held_out: int  # prompts that are not trained on; `prompts` are some of them
     bad: str = ""  # the rows that were skipped and why, and how many other answers were empty
 
     @property
@@ -137,7 +139,10 @@ def make_examples(row: Conversation, renderer: Renderer, use_text: bool = False)
     """
     written = _list_written(row, use_text)
     if written:
-        texts = renderer.encode_answers(row, bool(row.fields.get("finished", True)))
+        finished = row.fields.get("finished", True)
+        if not isinstance(finished, bool):
+            raise ValueError(f'{row.place}: "finished" is true or false, not {json.dumps(finished):.40}')
+        texts = renderer.encode_answers(row, finished)
     else:
         texts = _check_tokens(row.fields[TOKENS], row.place)
     answers = [row.messages[turn] for turn in list_answers(row.messages)]
@@ -223,8 +228,9 @@ def _split(
     """Hold prompts out, leave out loops, and cut what is too long. found: the examples of each row by its prompt."""
     digests = {digest for digest, _ in found}  # a prompt is held out or not, whatever other data there is
     chosen = {digest for digest in digests if int.from_bytes(digest[:4]) % VALIDATION_SHARE == 0}
-    if not chosen and len(digests) >= MIN_PROMPTS:
-        chosen = {min(digests)}
+    short = {digest for digest, made in found if made[0].spans[0][0] < max_length}
+    if short and not chosen & short and len(digests) >= MIN_PROMPTS:
+        chosen.add(min(short))
     held_out = {digest: list(made[0].tokens[: made[0].spans[0][0]]) for digest, made in found if digest in chosen}
     examples, dropped, too_long = [], 0, 0
     for example in (example for digest, made in found if digest not in chosen for example in made):
@@ -241,7 +247,7 @@ def _split(
             f"prompts were longer than {max_length} tokens, {len(held_out)} prompts are held out for validation)"
         )
     kept = [tokens for _, tokens in sorted(held_out.items()) if len(tokens) < max_length]
-    return Dataset(examples, kept[:prompts], dropped, too_long)
+    return Dataset(examples, kept[:prompts], dropped, too_long, len(held_out))
 
 
 def _ends_in_loop(answer: Sequence[int], renderer: Renderer) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Proposer, Stats, Target, stream
+from decode.models.adapters import is_adapter
 from draftless_commands.checking.drift import Drift
 from draftless_commands.checking.rules import (
     Engine,
@@ -73,7 +74,7 @@ class Report:
         lines = [" ".join(line.split("\n")) for line in lines] or ["no findings"]
         for engine, command in self.commands.items():
             blocked = "no command until the errors above are corrected"
-            missing = blocked if has_error(self.findings, engine) else f"it does not serve {self.kind} heads"
+            missing = blocked if engine in list_servers(self.kind) else f"it does not serve {self.kind} heads"
             lines.append(f"\n{engine}: {command or missing}")
         lines += [f"\n{self.served.describe()}"] if self.served is not None else []
         if self.drift is not None:
@@ -118,7 +119,7 @@ def check_folder(
     except ValueError as fault:
         return report_fault(path, name, fault)
     kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
-    commands = write_commands(kind, speculation, name)
+    commands = write_commands(kind, speculation, "MODEL" if is_adapter(name) else name)
     tau, interval, by_prompt, expected, worth, served = None, None, {}, None, None, None
     if decode:
         by_prompt = count_accepted(target, proposer)

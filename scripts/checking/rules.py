@@ -24,6 +24,7 @@ from heads.formats.dflash import find_scales
 from heads.formats.eagle import READ, norms_residual
 from heads.formats.layout import EMBEDDING, ConfigDict, number, section
 from heads.formats.weight_files import CONFIG, read_json, read_weights
+from heads.kinds import get_kind
 from heads.vocabulary import VocabularyHead
 from proposers.draft_models.proposer import has_other_tokens
 
@@ -66,8 +67,9 @@ def find_faults(path: Path, head: VocabularyHead, target: Target) -> list[Findin
     Raises ValueError if a value in config.json has the wrong type.
     """
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
-    folder = Folder(head, config, read_weights(path)[0], target)
-    return [finding for rule in RULES.get(head.kind, ()) for finding in rule(folder)]
+    folder, servers = Folder(head, config, read_weights(path)[0], target), ("both", *get_kind(head.kind).servers)
+    found = (finding for rule in RULES.get(head.kind, ()) for finding in rule(folder))
+    return [finding for finding in found if finding.engine in servers]
 
 
 def find_draft_faults(draft: Target, target: Target) -> list[Finding]:
@@ -145,7 +147,7 @@ def check_embeddings(folder: Folder) -> Iterator[Finding]:
         yield error("both", "embeddings", text)
     if own is None:
         return
-    theirs = folder.target.embedding_matrix.cpu().float()
+    theirs, own = folder.target.embedding_matrix.cpu().float(), own[: head.vocab_size]  # servers' padding aside
     if own.shape != theirs.shape or torch.dist(own.float(), theirs) > DIFFERENT * theirs.norm():
         text = f"SGLang takes the target's embeddings, not {EMBEDDING}: train without it, or remove it if it is random"
         yield error("sglang", "embeddings", text)

@@ -13,7 +13,7 @@ from draftless_commands.distillation.jobs import Job
 from heads.atomic_write import write_aside
 from training.conversations import TEMPLATE_KEYS
 
-GIVEN = (*TEMPLATE_KEYS, "chat_template_kwargs")
+GIVEN = (*TEMPLATE_KEYS, "chat_template_kwargs", "temperature")
 
 
 def settings_path(path: Path) -> Path:
@@ -60,12 +60,14 @@ class AnswersFile:
         self.rows[row["id"]] = row
 
     def list_missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs without a row. Raises ValueError if a row has a job's id but another prompt."""
+        """The jobs without a row. Raises ValueError if a row has a job's id but other prompts or settings."""
         for job in jobs:
             row = self.rows.get(job.id, job.row())
             messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            asked = job.conversation.messages
-            if messages[: len(asked)] != asked or any(row.get(name) != job.row().get(name) for name in GIVEN):
+            asked, later = job.conversation.messages, job.conversation.later
+            turns = [each["content"] for each in messages[len(asked) :] if each["role"] == "user"]
+            is_other = messages[: len(asked)] != asked or turns != later[: len(turns)]
+            if is_other or any(row.get(name) != job.row().get(name) for name in GIVEN):
                 raise ValueError(f"{self.path} has another prompt with the id {json.dumps(job.id)}; give another --out")
         return [job for job in jobs if job.id not in self.rows]
 

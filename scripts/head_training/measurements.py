@@ -55,7 +55,7 @@ def print_plan(
     rows = {
         "parameters": f"{count:,} ({2 * count / 1e6:.1f} MB as saved, in bfloat16)",
         "examples": f"{len(lengths):,}; {dataset.dropped:,} more were loops, {dataset.too_long:,} too long, "
-        f"{len(dataset.prompts)} prompts held out",
+        f"{dataset.held_out} prompts held out",
         "answer tokens": f"{dataset.answer_tokens:,} of {sum(lengths):,}; {seen:,} are seen in all",
         "steps": f"{len(batches):,}",
         "memory": f"{memory / 2**30:.2f} GiB, measured on {len(measured)} batches",

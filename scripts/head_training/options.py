@@ -23,7 +23,7 @@ from training.data import MAX_BAD, read_rows
 from training.factory import find_objective
 from training.joint import JOINT_KINDS, RANK
 from training.losses import LOSSES
-from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, Decay
+from training.objectives import DECAY, OBJECTIVES, PACE, REGRESSION, TTT_STEPS, Decay, Objective
 from training.trainer import Schedule
 
 TRAINED = (*OBJECTIVES, "draft")  # kinds of heads, and draft models
@@ -205,8 +205,11 @@ class TrainOptions:
             raise ValueError("--layers is for a draft that is cut out of the model; leave out --init")
         if self.kind == "draft" and self.decay != DECAY:
             raise ValueError("--decay is for heads, which have several depths; leave it out")
-        if self.decay == PACE and self.objective.get("regression"):
-            raise ValueError("--decay pace weighs draft tokens, and no distance from features; give --regression 0 too")
+        if self.decay == PACE and find_objective(self.kind).feature_loss is not Objective.feature_loss:
+            if "regression" not in self.objective:
+                raise ValueError(f"--decay pace weighs no distance from features, and {self.kind} heads have one")
+            if self.objective["regression"]:
+                raise ValueError("--decay pace weighs no distance from features; give --regression 0 too")
         if not 0 < self.temperature <= 1:
             raise ValueError(f"--temperature is {self.temperature}; it must be above 0 and at most 1")
         if self.seed >= 1 << 32:

@@ -28,7 +28,7 @@ def write_record(options: TrainOptions, dataset: Dataset) -> None:
         "data": [file.name for file in options.data],
         "examples": len(dataset.examples),
         "answer_tokens": dataset.answer_tokens,
-        "held_out_prompts": len(dataset.prompts),
+        "held_out_prompts": dataset.held_out,
         "continued": options.init is not None,
     }
     write_aside(options.out / RECORD, lambda file: file.write((json.dumps(record, indent=2) + "\n").encode()))

@@ -160,6 +160,7 @@ BLOCK_FAULTS: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
         *(("eagle", *fault) for fault in EAGLE_FAULTS),
         *(("eagle3", *fault) for fault in EAGLE3_FAULTS),
         ("whole", {"draft_vocab_size": None}, {}, {"error both sizes"}),
+        ("peagle", {"eagle_config": GONE}, EMBEDDING, set()),  # SGLang has no class for it
         *(("dflash", *fault) for fault in BLOCK_FAULTS),
         ("medusa", {"medusa_fc_bias": GONE}, {}, {"error vllm biases"}),
         ("medusa", {"truncated_vocab_size": 5}, MAPPED, {"error vllm medusa-token-map"}),

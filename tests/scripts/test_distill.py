@@ -221,7 +221,7 @@ GOOD, OTHER = {"id": 1, "prompt": "x"}, {"id": 9, "prompt": "y"}
     ("row", "options", "message"),
     [
         ({"id": 1, "prompt": "y"}, [], "in.jsonl, line 2 has the id 1 of in.jsonl, line 1; give each row its own"),
-        ({"id": None, "prompt": "y"}, [], "line 2: an id is a whole number or a text, not null"),
+        ({"id": 1.5, "prompt": "y"}, [], "line 2: an id is a whole number or a text, not 1.5"),
         ({"prompt": "x", "temperature": -1}, [], "line 2: temperature is -1.0; it must be 0 (greedy)"),
         (OTHER, ["--temperature", "nan"], "--temperature: temperature is nan; it must be 0"),
         (OTHER, [], "there is no such folder"),  # of the model
@@ -239,6 +239,7 @@ def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
     call(prompts, "--seed", "1").refused("out.jsonl was begun with seed 0, not 1; go on with the same, or give another")
     call(prompts, "--temperature", "0", "0.8").refused("was begun with temperature [0.0], not [0.0, 0.8]")
     call(write_rows("in.jsonl", [{"prompt": "other"}])).refused("out.jsonl has another prompt with the id 1")
+    call(write_rows("in.jsonl", [GOOD | {"temperature": 0.5}])).refused("out.jsonl has another prompt with the id 1")
     Path("out.jsonl").write_bytes(before + b"{}\n")
     call(prompts).refused("is damaged ('id')")
     Path("out.jsonl.settings.json").unlink()

@@ -166,6 +166,7 @@ def test_a_peagle_head_begins_with_an_eagle3_head(call: Call, tmp_path: Path) ->
         (["--seed", str(1 << 32)], "--seed is 4294967296; it must be at most 4294967295"),
         (["--decay", "much"], "'much' is neither a number nor pace"),
         (["--kind", "eagle", "--decay", "pace"], "no distance from features; give --regression 0 too"),
+        (["--kind", "jump", "--decay", "pace"], "no distance from features, and jump heads have one"),
         (["--plot", "loss.abc"], "--plot loss.abc must end in .png or .svg"),
         (["--model", "nowhere/at/all"], "there is no such folder"),
         (["--max-bad", "2"], "--max-bad is 2.0; it must be a share from 0 to 1"),
@@ -255,12 +256,12 @@ def test_another_model_at_the_same_path_is_refused(
 
 def test_bad_rows_and_answers_of_another_model_are_named(call: Call, place: Path, tmp_path: Path) -> None:
     file = tmp_path / "more.jsonl"
-    file.write_text((place / "answers.jsonl").read_text() + '{"prompt": "a", "response": null}\n')
+    file.write_text((place / "answers.jsonl").read_text() + '{"prompt": "a", "response": 7}\n')
     settings = tmp_path / "more.jsonl.settings.json"
     settings.write_text('{"weights": "x", "seed": 0}')
     run = call(*SHORT, "--plan", "--data", str(file))
     assert run.status == 0
-    assert f"skipped: 1 of 201 rows cannot be trained on: {file}, line 201: an answer is text, not null" in run.err
+    assert f"skipped: 1 of 201 rows cannot be trained on: {file}, line 201: an answer is text, not 7" in run.err
     assert "more.jsonl has answers of another model: its weights changed; heads are" in run.err
     settings.unlink()
     refuse(call(*SHORT, "--plan", "--data", str(file), "--max-bad", "0"), "more than --max-bad 0")

@@ -183,7 +183,7 @@ def write_out(objective: JointObjective, adapters: Adapters) -> tuple[Tensor, Te
 
 def test_adapters_have_a_quarter_of_the_learning_rate(tmp_path: Path) -> None:
     objective, adapters, _ = make_joint("medusa")
-    data, schedule = Dataset(EXAMPLES, [], 0, 0), Schedule(lr=1e-2)
+    data, schedule = Dataset(EXAMPLES, [], 0, 0, 0), Schedule(lr=1e-2)
     validation = SimpleNamespace(validate=lambda: Validation(1.0, []), save=lambda: None)
     load: Any = None
     accelerator = Accelerator(cpu=True)

@@ -172,7 +172,7 @@ def test_token_ids_are_trained_as_they_are(tokenizer: Any, tmp_path: Path) -> No
     assert load(tmp_path / "data.jsonl", tokenizer, rows, use_text=True).examples[0].spans != ((5, 7),)
 
 
-@pytest.mark.parametrize("ids", [None, [], [[]], [[[1]]], [[[1], []]], [[[1], ["x"]]], [[[1], [-1]]], [[[1], [2]] * 2]])
+@pytest.mark.parametrize("ids", [[], [[]], [[[1]]], [[[1], []]], [[[1], ["x"]]], [[[1], [-1]]], [[[1], [2]] * 2]])
 def test_token_ids_that_are_none_are_a_bad_row(tokenizer: Any, tmp_path: Path, ids: Any) -> None:
     row = {"prompt": "x", "response": "y", "vocabulary": Renderer(tokenizer).vocabulary}
     rows = [row] * 10 + [row | {"token_ids": ids}]
@@ -181,11 +181,11 @@ def test_token_ids_that_are_none_are_a_bad_row(tokenizer: Any, tmp_path: Path, i
 
 def test_bad_rows_are_skipped_and_named(tokenizer: Any, tmp_path: Path) -> None:
     rows: list[Any] = [{"prompt": str(number), "response": " y"} for number in range(38)]
-    rows[4:4] = [{"prompt": "x", "response": None}, ["x"]]
+    rows[4:4] = [{"prompt": "x", "response": 7}, ["x"]]
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows)
     assert len(dataset.examples) + len(dataset.prompts) == 38
     place = tmp_path / "data.jsonl"
-    faults = f'{place}, line 6: a line is a JSON object, not ["x"]; {place}, line 5: an answer is text, not null'
+    faults = f'{place}, line 6: a line is a JSON object, not ["x"]; {place}, line 5: an answer is text, not 7'
     assert dataset.bad == f"2 of 40 rows cannot be trained on: {faults}"
     with pytest.raises(ValueError, match=r"2 of 40 rows cannot be trained on: .*line 6.*; that is more than --max-bad"):
         load(tmp_path / "data.jsonl", tokenizer, rows, max_bad=0.04)
@@ -252,7 +252,7 @@ def load(
 
 def test_rows_that_are_not_trained_on(tokenizer: Any, tmp_path: Path) -> None:
     rows = [
-        {"prompt": "one", "response": "yes"},
+        {"prompt": "one", "response": "yes"} | dict.fromkeys(("dropped", "token_ids", "finished")),  # null: not given
         {"prompt": "two", "dropped": "loop"},
         {"prompt": "three", "response": "no " * 30, "finished": False},
         {"prompt": "x" * 90, "response": "too late"},
@@ -285,7 +285,7 @@ def test_prompts_are_held_out(tokenizer: Any, tmp_path: Path, system: str | None
     assert len(dataset.examples) == 2 * len(trained)
 
     shuffled = load(tmp_path / "data.jsonl", tokenizer, rows[::-1], prompts=3)
-    assert shuffled.prompts == dataset.prompts[:3]
+    assert shuffled.prompts == dataset.prompts[:3] and shuffled.held_out == dataset.held_out == len(held_out)
     assert {example.tokens for example in shuffled.examples} == {example.tokens for example in dataset.examples}
 
 
@@ -294,6 +294,10 @@ def test_prompts_that_leave_no_room_are_not_decoded(tokenizer: Any, tmp_path: Pa
     assert {len(prompt) > 50 for prompt in load(tmp_path / "data.jsonl", tokenizer, rows).prompts} == {False, True}
     dataset = load(tmp_path / "data.jsonl", tokenizer, rows, max_length=50)
     assert dataset.prompts and max(map(len, dataset.prompts)) < 50
+    few = [{"prompt": f"question {number}" + "?" * 50, "response": "fine"} for number in range(20)]
+    for short in range(20):  # whichever it is: a prompt that fits is held out
+        mixed = [*few, {"prompt": f"q {short}", "response": "fine"}, {"prompt": "r", "response": "fine"}]
+        assert len(load(tmp_path / "data.jsonl", tokenizer, mixed, max_length=50).prompts) == 1
 
 
 def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
@@ -310,7 +314,9 @@ def test_nothing_left(tokenizer: Any, tmp_path: Path) -> None:
         (b"[" * 100_000, "this JSON cannot be read"),
         (b'{"prompt": "\xff", "response": "x"}', "this is not UTF-8 text"),
         (b'{"prompt": "x"}', 'there is no answer to train on: give "prompt" with "response"'),
-        (b'{"prompt": "x", "response": null}', "an answer is text, not null"),
+        (b'{"prompt": "x", "response": null}', "there is no answer to train on"),
+        (b'{"messages": [], "response": "x"}', '"response" answers a "prompt"; here it must be the last message'),
+        (b'{"prompt": "x", "response": "y", "finished": "false"}', '"finished" is true or false, not "false"'),
         (b'{"messages": "x"}', 'messages are a list of objects with "role"'),
         (b'{"messages": ["x"]}', "messages are a list of objects"),
         (b'{"messages": [{"role": "assistant", "content": "x"}]}', "there is no answer to train on"),
