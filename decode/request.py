@@ -67,7 +67,7 @@ class Request:
     def __post_init__(self) -> None:
         self.noise_id = self.request_id if self.noise_id < 0 else self.noise_id
         self.sequence = list(self.prompt)
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []
         self._log_probs: list[LogProbs] = []
         self._chunks = deque[Chunk]()
 
@@ -129,7 +129,7 @@ class Request:
                 break
         if self.finish:
             pieces += self._finish_text()
-        self._pieces += pieces
+        self.pieces += pieces
         return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
 
     def _fail(self, error: Exception) -> None:
@@ -139,7 +139,7 @@ class Request:
         """End the answer where it is."""
         self.finish, self.exception = finish, exception
         pieces = self._finish_text()
-        self._pieces += pieces
+        self.pieces += pieces
         return Chunk(self.request_id, [], 0, pieces, self.finish)
 
     def _finish_text(self) -> list[str]:
@@ -170,7 +170,7 @@ class Request:
 
     def _make_answer(self, tokenizer: Tokenizer | None) -> Answer:
         tokens = self.sequence[len(self.prompt) :]
-        text = "".join(self._pieces)
+        text = "".join(self.pieces)
         try:
             if self.text is None and tokenizer is not None:
                 text = decode(tokens, tokenizer)

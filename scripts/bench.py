@@ -57,12 +57,13 @@ and include the prompt. Later turns follow plain decoding's answers, so that all
 start anew with each question; a method with warm=true keeps its store of answers alone. Nodes of a tree include its
 root, and the column "nodes" has the draft tokens of a step.
 
-Speeds are all tokens over all seconds; the 95 % intervals of their ratios are bootstrapped over questions. tau: tokens
-per forward pass of the model; by question: the mean of the questions' taus, as SPEED-Bench has it; by pass: without
-the prompts' passes, as is what follows: the share of passes that accepted a first, second, ... draft token. If answers
-think, thinking is inside of <think>...</think>, answer outside. identical: share of answers with the tokens of plain
-decoding, and the largest gap between the model's two highest logits where answers differ. loops: share of answers whose
-last 60 tokens repeat with a period under 20; trimmed, they end where the loop repeats its first token.
+Speeds are all tokens over all seconds; the 95 % intervals of their ratios are bootstrapped over questions (with
+--batch-size, over groups of them). tau: tokens per forward pass of the model; by question: the mean of the questions'
+taus, as SPEED-Bench has it; by pass: without the prompts' passes, as is what follows: the share of passes that accepted
+a first, second, ... draft token. If answers think, thinking is inside of <think>...</think>, answer outside. identical:
+share of answers with the tokens of plain decoding, and the largest gap between the model's two highest logits where
+answers differ. loops: share of answers whose last 60 tokens repeat with a period under 20; trimmed, they end where the
+loop repeats its first token.
 
 hf-compiled compiles the forward pass for a static cache, untimed, once for each power of two slots. Another program is
 a class with version, load(model, tokenizer) and answer(prompts, max_new_tokens); docs/measure/peers.py has one. What

@@ -16,6 +16,7 @@ from decode import Target, Tree, stream
 from decode.devices.top_tokens import top_tokens
 from decode.models.loading import check_model
 from decode.prefill import read_texts
+from decode.session import Session
 from draftless_commands.shared.command import Parser, at_least, check_output_folder, failing_clearly
 from draftless_commands.shared.options import ModelOptions, add_kind_option, add_model_options, load_draft, load_target
 from draftless_commands.shared.prompts import TEMPLATE_OPTION, encode_turn, read_conversations
@@ -190,7 +191,7 @@ def try_draft_model(draft: Target, prompt: Sequence[int], answer: Sequence[int])
     """
     text = torch.tensor([*prompt, *answer])
     first, last = len(prompt), len(text) - 1  # the roots
-    verdict = draft.open(1).verify(Tree.chain([text[:last].tolist()]), only=range(first, last))
+    verdict = Session(draft, 1).verify(Tree.chain([text[:last].tolist()]), only=range(first, last))
     ids, likely = (part.cpu() for part in top_tokens(verdict.logits[0], RANKS))  # [P, R]
     listed = getattr(draft.config, "draft_tokens", None)
     if listed is not None and verdict.logits.shape[-1] == len(listed):

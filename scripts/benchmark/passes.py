@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from decode import Target
-from decode.costs import fill, random_chain, time_pass
+from decode.costs import WARM, fill, random_chain, time_pass
 from draftless_commands.benchmark.files import describe_machine, describe_weights, find_commit, name_numbers
 from draftless_commands.shared.options import ModelOptions, load_target
 from draftless_commands.shared.results import to_markdown
@@ -96,7 +96,10 @@ def time_passes(
     with tqdm(total=repeats * (len(turns) + len(llamas)), unit=" passes", disable=None) as bar:
         for number in range(repeats):
             for session, chain, samples in Random(number).sample(turns, len(turns)):
-                time_pass(session, chain)  # passes of a decoding follow others of their kind, and so do llama-bench's
+                # Passes of a decoding follow others of their kind, and so do llama-bench's. On a GPU, the first run one
+                # by one, and then a graph is captured.
+                for _ in range(1 if number else WARM - 1):
+                    time_pass(session, chain)
                 samples.append(1000 * time_pass(session, chain))
                 bar.update()
             for dtype, run in llamas.items():

@@ -44,7 +44,9 @@ def draw_methods(report: Mapping[str, Any], path: Path) -> None:
         pane.invert_yaxis()
         pane.margins(x=0.16, y=0.02)
         _dress(pane, "x")
-        label = f"speed relative to {LABELS[base]}; lines: 95 % intervals over {rows[0]['questions']} questions"
+        questions, groups = (rows[0][name] for name in ("questions", "groups"))
+        over = f"{questions} questions" if groups == questions else f"{groups} groups of questions"
+        label = f"speed relative to {LABELS[base]}; lines: 95 % intervals over {over}"
         figure.supxlabel(f"{label}\n{fill(describe(report), LINE)}", fontsize=11)
 
 

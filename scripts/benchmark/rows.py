@@ -45,7 +45,7 @@ def make_rows(records: Sequence[Row], differences: Sequence[Row], methods: Seque
         samples = {method: resample([_count_tokens(record, method) for record in chosen]) for method in methods}
         found = {method: _sum_up(chosen, method) for method in methods}
         for method, row in found.items():
-            row = {"method": method, "category": task, "questions": len(ids), **row}
+            row = {"method": method, "category": task, "questions": len(ids), "groups": len(chosen), **row}
             for base in BASES:
                 row[f"speedup_vs_{base}"] = row[f"speedup_vs_{base}_interval"] = None
                 if base in found:

@@ -12,6 +12,7 @@ import torch
 
 from decode import Target, Tree, generate
 from decode.models.adapters import find_base
+from decode.session import Session
 from draftless_commands.checking.serving import PROMPTS
 from draftless_commands.shared.options import ModelOptions, load_target
 from draftless_commands.shared.results import INTERVAL, resample
@@ -67,7 +68,7 @@ def answer_without_adapter(options: ModelOptions, new_tokens: int) -> list[Score
 def score(target: Target, prompt: Sequence[int], answer: Sequence[int]) -> float:
     """The negative log-likelihood of an answer's tokens, summed."""
     text, begin = [*prompt, *answer], len(prompt)
-    verdict = target.open(1).verify(Tree.chain([text[:-1]]), only=range(begin - 1, len(text) - 1))
+    verdict = Session(target, 1).verify(Tree.chain([text[:-1]]), only=range(begin - 1, len(text) - 1))
     logits, tokens = verdict.logits[0].float(), torch.tensor(answer, device=verdict.logits.device)
     return float(torch.nn.functional.cross_entropy(logits, tokens, reduction="sum"))
 

@@ -108,7 +108,8 @@ class Server:
             return TextReply(self.name, tokenizer, requests, choices, fields.streamed)
         tools, readers = fields.given_tools, list[ToolReader]()
         if tools:
-            readers = [ToolReader(tokenizer, request.prompt, tools, fields.forced) for request in requests]
+            calls = 1 if fields.parallel_tool_calls is False else None
+            readers = [ToolReader(tokenizer, request.prompt, tools, fields.forced, calls) for request in requests]
         return ChatReply(self.name, tokenizer, requests, choices, fields.streamed, readers=readers)
 
     def _check_room(self, new: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -90,7 +91,9 @@ def read_call(call: Any) -> Any:
     """A tool call of a message, with its arguments as an object. Raises ValueError for another form."""
     try:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # other programs' models may have written what is no JSON
+                arguments = json.loads(arguments or "{}")
         return {**call, "function": {"name": name, "arguments": arguments}}
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         form = '{"function": {"name": ..., "arguments": "{...}"}}'

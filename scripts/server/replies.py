@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from decode import Chunk
+from decode import Answer, Chunk
 from decode.request import Request
 from decode.requests.answer import LogProbs
 from decode.requests.text import Tokenizer
@@ -117,11 +117,10 @@ class Reply(ABC):
         """The text of a token within a text, here after itself: some tokenizers leave out a text's first space."""
         return str(self.tokenizer.decode([token, token])).removeprefix(self.tokenizer.decode([token]))
 
-    def cut_stop(self, request: Request) -> list[int]:
+    def cut_stop(self, answer: Answer, stops: Iterable[str]) -> list[int]:
         """The tokens of an answer, without those of the stop string that ended it."""
-        assert request.answer is not None
-        tokens, is_stopped = [*request.answer.tokens], request.answer.finish == "stop"
-        while is_stopped and tokens and any(stop in self.tokenizer.decode(tokens) for stop in request.limits.stop):
+        tokens, is_stopped = [*answer.tokens], answer.finish == "stop"
+        while is_stopped and tokens and any(stop in self.tokenizer.decode(tokens) for stop in stops):
             tokens.pop()
         return tokens
 
@@ -140,7 +139,7 @@ class ChatReply(Reply):
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         reason = REASONS[answer.finish]
         if self.readers:
-            message |= self.readers[index].read(answer.text, self.cut_stop(request))
+            message |= self.readers[index].read(answer.text, self.cut_stop(answer, request.limits.stop))
             if "tool_calls" in message:
                 message, reason = message | {"content": message["content"] or None}, "tool_calls"
         told = self.tell(answer.tokens, answer.log_probs)
@@ -159,7 +158,7 @@ class ChatReply(Reply):
         reader = self.readers[index]
         delta: dict[str, Any] = {"content": reader.push(chunk.text)}
         if chunk.answer is not None:
-            held = reader.read(reader.held, self.cut_stop(self.requests[index]))
+            held = reader.read(reader.held, self.cut_stop(chunk.answer, self.requests[index].limits.stop))
             delta = held | {"content": delta["content"] + held["content"]}
         if not delta["content"]:
             del delta["content"]
@@ -189,8 +188,8 @@ class TextReply(Reply):
         assert answer is not None
         told = self.tell(answer.tokens, answer.log_probs)
         if told is not None:
-            lengths = map(len, told["tokens"])
-            told["text_offset"] = [*accumulate(lengths, initial=0)][:-1]
+            lengths = map(len, request.pieces)  # a character may be of several tokens
+            told["text_offset"] = [*accumulate(lengths, initial=0)][: len(answer.tokens)]
         return {"index": index, "text": answer.text, "logprobs": told, "finish_reason": REASONS[answer.finish]}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, Any]:

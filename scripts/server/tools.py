@@ -27,13 +27,15 @@ class ToolReader:
     A call that was asked for by a grammar is JSON. Others are in the tokenizer's own format, if it has a response
     template, or else in the Hermes format: {"name": ..., "arguments": {...}} between tags.
     tokenizer: the model's. prompt: of the request. tools: as they were given. forced: the name of the one tool that
-    must be called, so that the answer is its arguments; "" if another one may be; None if none must be.
+    must be called, so that the answer is its arguments; "" if another one may be; None if none must be. most: calls
+    that are returned; None: all.
     """
 
     tokenizer: Tokenizer
     prompt: list[int]
     tools: list[dict[str, Any]]
     forced: str | None = None
+    most: int | None = None
     held: str = field(default="", init=False)  # text that may be of a call
 
     @property
@@ -71,7 +73,7 @@ class ToolReader:
             calls = [make_call(call["name"], call.get("arguments")) for call in made]
         else:
             content, calls = read_tagged(text, names)
-        return {"content": content, "tool_calls": calls, "reasoning_content": reasoning}
+        return {"content": content, "tool_calls": calls[: self.most], "reasoning_content": reasoning}
 
     def _read_forced(self, text: str) -> list[dict[str, Any]]:
         found = json.loads(text)
@@ -101,18 +103,28 @@ def read_tagged(text: str, names: Container[str]) -> tuple[str, list[dict[str, A
 def make_call(name: str, arguments: Any = None, parameters: Any = None) -> dict[str, Any]:
     """A call as OpenAI's API has it. parameters: what some models call the arguments.
 
-    Raises TypeError for what is no call.
+    Raises ValueError or TypeError for what is no call.
     """
-    if not isinstance(name, str):
-        raise TypeError("a call needs the tool's name")
     given = parameters if arguments is None else arguments
     written = given if isinstance(given, str) else json.dumps({} if given is None else given)
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": written}}
+    if not (isinstance(name, str) and isinstance(json.loads(written), dict)):
+        raise TypeError("a call needs the tool's name, and its arguments as an object")
+    own_id = secrets.token_hex(5)[:9]  # the templates of Mistral's models refuse others
+    return {"id": own_id, "type": "function", "function": {"name": name, "arguments": written}}
 
 
 def write_tools(row: dict[str, Any]) -> dict[str, Any]:
-    """A conversation for a chat template without tools: its tools and calls are text, in the Hermes format."""
-    tools, messages = row["tools"], [write_calls(_join(message)) for message in row["messages"]]
+    """A conversation for a chat template without tools: its tools and calls are text, in the Hermes format.
+
+    Results of tools, and what the user says after them, are one message: templates want the speakers in turns.
+    """
+    tools, messages, after_result = row["tools"], list[dict[str, Any]](), False
+    for message in row["messages"]:
+        written = write_calls(_join(message))
+        if after_result and written.get("role") == "user":
+            written["content"] = f"{messages.pop()['content']}\n{written.get('content', '')}"
+        messages.append(written)
+        after_result = message.get("role") == "tool" or (after_result and written.get("role") == "user")
     if tools:
         text = INTRODUCTION + "\n".join(json.dumps(tool["function"]) for tool in tools)
         if messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):

@@ -363,7 +363,7 @@ def test_names_of_methods(text: str) -> None:
     [
         ('{"question_id": 1, "category": ["qa"], "turns": ["?"]}', "line 1: category is a name"),
         ('{"question_id": 2, "prompt": "?"}\n{"prompt": "?"}', "line 2: question_id 2 is there twice"),
-        ('{"question_id": null, "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
+        ('{"question_id": [1], "category": "qa", "turns": ["?"]}', "question_id is a number or a name"),
         ('{"question_id": 1, "category": "all", "turns": ["?"]}', "category is a name, and not 'all'"),
     ],
 )

@@ -148,15 +148,15 @@ def test_every_round_times_all_passes_in_another_order(monkeypatch: pytest.Monke
     targets = {name: Target(tiny("llama", dtype=getattr(torch, name))) for name in ("float32", "float64")}
     entries = passes.time_passes(targets, CONTEXTS, {"float32": run_llama}, 2)
     all_passes = {*product([torch.float32, torch.float64], CONTEXTS, BATCH_SIZES, SIZES)}
-    count = 2 * len(all_passes) + 1
-    rounds = [timed[:count], timed[count:]]
-    for order in rounds:
-        assert order[:-1:2] == order[1:-1:2]  # the second of two is timed
-        assert {*order[:-1:2]} == all_passes and order[-1] == ("llama",)
-    assert rounds[0] != rounds[1] and len(rounds[1]) == count
+    count = 3 * len(all_passes) + 1
+    rounds = [(timed[:count], 3), (timed[count:], 2)]  # the last of so many is timed: a graph is captured in the second
+    for order, times in rounds:
+        assert all(order[:-1:times] == order[place:-1:times] for place in range(times))
+        assert {*order[:-1:times]} == all_passes and order[-1] == ("llama",)
+    assert rounds[0][0][:-1:3] != rounds[1][0][:-1:2] and len(rounds[1][0]) == 2 * len(all_passes) + 1
     samples = sorted(sample for entry in entries[:-1] for each in entry["samples_ms"] for sample in each)
-    first = [2.0 * place for place in range(1, len(all_passes) + 1)]
-    assert samples == pytest.approx(first + [count + sample for sample in first])
+    places = range(1, len(all_passes) + 1)
+    assert samples == pytest.approx([3.0 * place for place in places] + [count + 2.0 * place for place in places])
     assert entries[-1]["engine"] == LLAMA and entries[-1]["samples_ms"] == [[1.0, 1.0]] * len(SIZES)
 
 

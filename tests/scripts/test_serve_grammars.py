@@ -16,7 +16,7 @@ from decode import Sampling, Target, default_model, generate
 from decode.requests.answer import LogProbs
 from draftless_commands.server.fields import StreamOptions
 from draftless_commands.server.replies import TextReply
-from draftless_commands.server.tools import ToolReader, write_tools
+from draftless_commands.server.tools import ToolReader, make_call, write_tools
 from tests.support.serving import Place
 from tests.support.tokenizers import byte_level, sentence_piece
 
@@ -117,7 +117,8 @@ def test_a_tool_must_be_called(place: Place) -> None:
     (choice,) = place.client.chat.completions.create(**ASKED, tools=TOOLS, tool_choice=named).choices
     (call,) = choice.message.tool_calls or []
     assert call.function.name == "find_weather" and {*json.loads(call.function.arguments)} == {"city", "unit"}
-    told = [*QUESTION, choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "20 C"}]
+    told = [*QUESTION, choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": ""}]
+    told[1]["tool_calls"][0]["function"]["arguments"] = ""  # as some programs write none
     after = place.client.chat.completions.create(**ASKED | {"messages": told, "max_tokens": 4}, tools=TOOLS)
     assert after.usage and after.usage.prompt_tokens > 100  # the tools and the call are in the prompt
 
@@ -205,6 +206,11 @@ def test_calls_in_a_text(pieces: int) -> None:
         read(f"[{json.dumps({'name': 'tell_time', 'arguments': {}})}]", pieces, forced="")[2][0]["name"] == "tell_time"
     )
     assert read('{"city": "Ro', pieces, forced="find_weather") == ("", '{"city": "Ro', [])
+    unreadable = '<tool_call>{"name": "tell_time", "arguments": "Paris"}</tool_call>'
+    assert read(unreadable, pieces) == ("", unreadable, [])
+    two = '<tool_call>{"name": "tell_time"}</tool_call>' * 2
+    assert len(read(two, pieces)[2]) == 2 and len(read(two, pieces, most=1)[2]) == 1
+    assert re.fullmatch("[a-z0-9]{9}", make_call("tell_time")["id"])  # Mistral's templates want it
 
 
 TEMPLATE = {
@@ -249,6 +255,9 @@ def test_tools_are_text_where_the_template_has_none() -> None:
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert messages[0]["content"].startswith("Be brief.\n\nYou may call tools.")
     assert json.dumps(TOOLS[0]["function"]) in messages[0]["content"]
+    results = [{"role": "tool", "content": text} for text in ("", "20 C")]
+    *_, last = write_tools({"messages": [*asked, *results, QUESTION[0]], "tools": TOOLS})["messages"]
+    assert last["content"].split("\n")[-1] == QUESTION[0]["content"] and last["content"].count("<tool_response>") == 2
     told = {"role": "tool", "tool_call_id": "1", "content": "20 C"}
     assert write_tools({"messages": [*asked, told], "tools": TOOLS})["messages"][3] == {
         "role": "user",
