@@ -95,7 +95,7 @@ class Costs:
 
     def _forget(self, target: StockModel) -> None:
         """Forget all curves, those in the user's cache too: they were measured while the machine was busy."""
-        for rows, context in self._measured:
+        for rows, context in [*self._measured]:
             if context in CONTEXTS and (file := curve_file(target, rows, context)) is not None:
                 with suppress(OSError):
                     file.unlink()

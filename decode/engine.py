@@ -19,7 +19,7 @@ from decode.prefill import Prefixes
 from decode.proposer import GivenProposer, Proposer, as_proposer, check_proposer, find_member, makes_proposers
 from decode.request import Request, read_nodes, read_requests
 from decode.requests.answer import Chunk
-from decode.requests.numbers import read_count, read_whole
+from decode.requests.numbers import check_switches, read_count, read_whole
 from decode.requests.text import Prompt
 from decode.scheduler import Scheduler
 from decode.target import Target, check_target
@@ -60,6 +60,7 @@ class Engine:
     ) -> None:
         check_target(target)
         check_proposer(proposer)
+        check_switches(lossy_typical_acceptance=lossy_typical_acceptance)
         self.target, self.nodes, self._given = target, read_nodes(nodes), proposer
         self._rule: AcceptanceRule = accept_lossily if lossy_typical_acceptance else accept
         kept_bytes = read_whole(kept_bytes, "kept_bytes", 0)
@@ -196,6 +197,8 @@ class Engine:
             self._is_closed = True
         with self._stepping:
             self._end_all("cancelled")
+            if self.prefixes is not None:
+                self.prefixes.clear()
         self._thread.shutdown(wait=False)
 
     @property

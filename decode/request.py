@@ -13,7 +13,7 @@ from decode.grammars.matcher import Constraint
 from decode.models.facts import MAX_TREE_SLOTS
 from decode.requests.answer import NEW_TOKENS, NO_NUMBERS, Answer, Chunk, Limits, LogProbs, Stats
 from decode.requests.detokenizer import TextStream, decode, find_special, read_stop
-from decode.requests.numbers import as_whole_numbers, read_count, read_whole
+from decode.requests.numbers import as_whole_numbers, check_switches, read_count, read_whole
 from decode.requests.text import Prompt, Tokenizer, encode
 from decode.target import Target
 from decode.trees.processors import RequestProcessors, copy_processor
@@ -111,8 +111,9 @@ class Request:
         pieces: list[str] = []
         for token in (*drafted, bonus):
             if token == NO_TOKEN:
-                raised = getattr(self.sampling.processors, "error", None)
-                raised = raised or (self.constraint and self.constraint.find_error())
+                raised = self.constraint and self.constraint.find_error()
+                if isinstance(self.sampling.processors, RequestProcessors):
+                    raised = self.sampling.processors.find_error(self.sequence[len(self.prompt) :]) or raised
                 self._fail(raised or FloatingPointError(NO_NUMBERS))
                 break
             try:
@@ -222,7 +223,8 @@ def read_requests(
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
     target.read_version()  # a prompt must be checked against the model as it is
-    _check_kinds(sampling, chat, text=text, follow_weights=follow_weights)
+    _check_kinds(sampling, chat)
+    check_switches(text=text, follow_weights=follow_weights)
     nodes = NODES if nodes is None else read_nodes(nodes)
     log_probs = None if log_probs is None else read_whole(log_probs, "log_probs", 0)
     if log_probs is not None and log_probs > target.vocabulary:
@@ -285,15 +287,12 @@ def _encode(target: Target, request_id: int, prompt: Prompt, chat: bool | None) 
     return tokens
 
 
-def _check_kinds(sampling: Any, chat: Any, **switches: Any) -> None:
+def _check_kinds(sampling: Any, chat: Any) -> None:
     if not isinstance(sampling, Sampling | None):
         call = "Sampling(temperature=0.7)"
         raise TypeError(f"sampling is a {type(sampling).__name__}; it is None or, for example, {call}")
     if not isinstance(chat, bool | None):
         raise TypeError(f"chat is {chat!r}; it is True, False or None")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it is True or False")
 
 
 def _read_stop_ids(stop_ids: Any, target: Target) -> frozenset[int]:

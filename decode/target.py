@@ -337,7 +337,8 @@ class Target:
         """The tokens that end an answer, from the model's generation config."""
         config = self.model.generation_config
         ids = config.eos_token_id if config is not None else None
-        return frozenset([ids] if isinstance(ids, int) else ids or ())
+        listed = [ids] if isinstance(ids, int) else ids or ()
+        return frozenset(each for each in listed if 0 <= each < self.vocabulary)  # a model's -1 means none
 
     @property
     def output_matrix(self) -> Tensor:

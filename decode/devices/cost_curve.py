@@ -78,24 +78,24 @@ class StepTimes:
         self._count += 1
         if self._count % RENEWAL == 0:
             found: dict[int, list[float]] = {}
-            for place, ratio in self._steps:
+            for place, ratio in tuple(self._steps):  # another thread may add some
                 found.setdefault(place, []).append(ratio)
-            self._ratios = {place: median(ratios) for place, ratios in found.items() if len(ratios) >= FEWEST}
-            self._corrected = {}
-            self.contradicted = any(self._ratios[place] < FASTER for place in found if len(found[place]) >= SURE)
+            ratios = {place: median(each) for place, each in found.items() if len(each) >= FEWEST}
+            self._ratios, self._corrected = ratios, {}
+            self.contradicted = any(ratios[place] < FASTER for place in found if len(found[place]) >= SURE)
 
     def correct(self, curve: CostCurve, rows: int) -> CostCurve:
         """The curve in the loop. The same object until more is learned."""
-        if not self._ratios:
+        ratios, corrected = self._ratios, self._corrected  # another thread may put new ones in their places
+        if not ratios:
             return curve
-        if curve not in self._corrected:
-            seconds = [time * self._find(rows * size) for size, time in zip(curve.sizes, curve.seconds, strict=True)]
-            self._corrected[curve] = type(curve)(curve.sizes, seconds)
-        return self._corrected[curve]
-
-    def _find(self, tokens: float) -> float:
-        place = _place(tokens)
-        return self._ratios[min(self._ratios, key=lambda known: abs(known - place))]
+        found = corrected.get(curve)
+        if found is None:
+            places = (_place(rows * size) for size in curve.sizes)
+            nearest = (min(ratios, key=lambda known: abs(known - place)) for place in places)
+            seconds = [time * ratios[known] for time, known in zip(curve.seconds, nearest, strict=True)]
+            found = corrected[curve] = type(curve)(curve.sizes, seconds)
+        return found
 
 
 def _place(tokens: float) -> int:

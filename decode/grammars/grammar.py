@@ -93,7 +93,8 @@ def read_source(source: Any) -> dict[str, Any]:
         if not source.pattern or source.flags & re.ASCII:
             raise ValueError("a regular expression of a grammar is not empty, and its classes are those of Unicode")
         flags = "".join(letter for letter in "imsx" if source.flags & getattr(re, letter.upper()))
-        pattern = f"(?{flags}:{source.pattern})" if flags else source.pattern
+        end = "\n" if "x" in flags else ""  # of a comment
+        pattern = f"(?{flags}:{source.pattern}{end})" if flags else source.pattern
         return {"lark_grammar": f"start: /{escape_slashes(pattern)}/"}
     if isinstance(source, str):
         return {"lark_grammar": source}

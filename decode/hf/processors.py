@@ -135,8 +135,8 @@ def _select_row(processor: LogitsProcessor, row: int, count: int, copies: int) -
     if isinstance(own, RepetitionPenaltyLogitsProcessor) and isinstance(own.prompt_ignore_length, Tensor):
         own.prompt_ignore_length = own.prompt_ignore_length[row : row + 1]
     elif isinstance(own, PrefixConstrainedLogitsProcessor):
-        allowed = own._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn = lambda _, tokens: allowed(row, tokens)
+        allowed, own._num_beams = own._prefix_allowed_tokens_fn, 1  # transformers counts copies as beams
+        own._prefix_allowed_tokens_fn = lambda _, tokens: allowed(row // copies, tokens)
     elif isinstance(own, EncoderRepetitionPenaltyLogitsProcessor):
         own.encoder_input_ids = own.encoder_input_ids[row // copies][None]
     elif isinstance(own, EncoderNoRepeatNGramLogitsProcessor):

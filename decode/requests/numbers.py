@@ -15,6 +15,13 @@ def as_whole(value: Any) -> int | None:
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
+def check_switches(**switches: Any) -> None:
+    """Raise TypeError for a setting that is neither True nor False: "no" would count as true."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it is True or False")
+
+
 def read_whole(value: Any, name: str, least: int | None = None) -> int:
     """A whole number. Raises TypeError or ValueError, with the setting's name, for anything else, and below `least`."""
     number = as_whole(value)

@@ -84,7 +84,7 @@ class AnswerProcessor(ProcessorGroup):
 
     They are called inside the answer only: draft tokens may go on after its end, where a grammar may raise. After
     sampled draft tokens that were rejected, `renew` makes new processors, which are called with the text once more.
-    error: what one of them raised. From then on all scores are NaN, so that the answer ends after the tokens before.
+    What one of them raises makes all scores after this prefix NaN: if the text gets there, the answer ends.
     """
 
     def __init__(
@@ -98,18 +98,25 @@ class AnswerProcessor(ProcessorGroup):
         self.processors, self.renew, self.prompt_length = processors, renew, prompt_length
         self.stop_ids, self.max_new_tokens = stop_ids, max_new_tokens
         self._called: list[int] | None = None  # the answer up to the last call
-        self.error: Exception | None = None
+        self.failure: tuple[list[int], Exception] | None = None  # the answer so far, and what was raised
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[0, self.prompt_length :].tolist()
         try:
-            if self.error is None:
-                return self._process(input_ids, scores)
+            if self.find_error(answer) is None:
+                return self._process(answer, input_ids, scores)
         except Exception as error:
-            self.error = error
+            self.failure = answer, error
         return torch.full_like(scores, torch.nan)
 
-    def _process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        answer = input_ids[0, self.prompt_length :].tolist()
+    def find_error(self, answer: Sequence[int]) -> Exception | None:
+        """What was raised in this answer, and not after draft tokens that were rejected."""
+        if self.failure is None:
+            return None
+        beginning, error = self.failure
+        return error if [*answer[: len(beginning)]] == beginning else None
+
+    def _process(self, answer: list[int], input_ids: Tensor, scores: Tensor) -> Tensor:
         if len(answer) >= self.max_new_tokens or not self.stop_ids.isdisjoint(answer):
             return scores
         if any(map(keeps_state, self.processors)):
@@ -169,13 +176,12 @@ class RequestProcessors:
                     kind = type(self._made.processors).__name__
                     raise TypeError(f"processors(request_id) returned {kind}; it must return a list")
             except Exception as error:
-                self._made.error = error
+                self._made.failure = [], error
         return [self._made]
 
-    @property
-    def error(self) -> Exception | None:
-        """What a processor raised, or what could not be made."""
-        return self._made and self._made.error
+    def find_error(self, answer: Sequence[int]) -> Exception | None:
+        """What a processor raised in this answer, or what could not be made."""
+        return self._made and self._made.find_error(answer)
 
 
 def _copy_all(processors: Sequence[LogitsProcessor] | None, request_id: int) -> list[LogitsProcessor]:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from decode import Sampling, Step, Target, Tree
 from decode.devices.user_cache import print_notice
+from decode.requests.numbers import check_switches
 from decode.trees.noise import DRAFT, inverse_cdf, to_uniforms
 from decode.trees.sampling import for_groups
 from proposers.calibration import Calibration
@@ -61,6 +62,7 @@ class DraftProposer(TreeProposer):
     ) -> None:
         depth = DRAFT_LENGTH if depth is None else depth
         super().__init__(depth=depth, width=width, ranks=width, nodes=nodes, calibration=calibration)
+        check_switches(sampled=sampled)
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
         if draft.is_recurrent and width > 1:

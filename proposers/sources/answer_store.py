@@ -19,6 +19,7 @@ from safetensors.torch import save
 
 from decode import Step, Target
 from decode.models.fingerprint import fingerprint_vocabulary
+from decode.requests.numbers import check_switches
 from heads.atomic_write import write_aside
 from proposers.sources.source import Named, Source
 from proposers.sources.suffix import rank_copies
@@ -48,6 +49,7 @@ class AnswerStore:
     """
 
     def __init__(self, capacity: int = 1 << 20, *, by_prompt: bool = False) -> None:
+        check_switches(by_prompt=by_prompt)
         if capacity < 2 * GRAM:
             raise ValueError(f"capacity is {capacity}; a store keeps at least {2 * GRAM} tokens")
         self.capacity, self.by_prompt = capacity, by_prompt
@@ -172,11 +174,12 @@ class StoredSource(Source):
         self._answers: dict[int, tuple[Sequence[int], int, int]] = {}
 
     def observe(self, step: Step) -> None:
-        stayed = dict(zip(step.request_ids, step.kept, strict=True))
+        stayed, running = (dict(zip(step.request_ids, each, strict=True)) for each in (step.kept, step.sequences))
         for request_id in [each for each in self._answers if stayed.get(each) is None]:
-            self._keep(request_id)
+            if self._answers[request_id][0] is not running.get(request_id):  # else it only joins again
+                self._keep(request_id)
         for row in step.joined:
-            prompt = step.committed[row]
+            prompt = step.requests[row].prompt
             self._answers[step.request_ids[row]] = step.sequences[row], len(prompt), self.store.key_of(prompt)
 
     def keep_answers(self) -> None:

@@ -334,6 +334,8 @@ def test_bad_requests_are_refused_at_once(target: Target) -> None:
     for wrong in (-1, 1.5, None, True):
         with pytest.raises((TypeError, ValueError), match="kept_bytes is "):
             Engine(target, None, kept_bytes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="lossy_typical_acceptance is 'no'; it is True or False"):
+        Engine(target, None, lossy_typical_acceptance="no")  # type: ignore[arg-type]
     engine = Engine(target, None, lossy_typical_acceptance=True)
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
         engine.add(PROMPTS[0], sampling=Sampling(processors=[Failing(3)]))
@@ -448,9 +450,13 @@ def test_ctrl_c_ends_all_requests(target: Target, monkeypatch: pytest.MonkeyPatc
 
 def test_a_closed_engine_ends_its_requests(target: Target) -> None:
     engine = Engine(target, NGramProposer(), rows=1)
+    engine.add([5] * 60, max_new_tokens=2)
+    list(engine)
     running, waiting = (engine.add(prompt) for prompt in PROMPTS[:2])
     engine.step()
+    assert engine.prefixes is not None and engine.prefixes.bytes > 0
     engine.close()
+    assert engine.prefixes.bytes == 0
     for request in (running, waiting):
         assert request.answer is not None and request.answer.finish == "cancelled"
         assert [chunk.finish for chunk in request][-1] == "cancelled"

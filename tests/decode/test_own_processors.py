@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermark
 
 import decode
 from decode import Answer, Proposer, Sampling, Target
+from decode.trees.processors import AnswerProcessor
 from proposers import DraftProposer, NGramProposer
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
@@ -103,6 +104,19 @@ def test_the_distribution_is_kept_with_state() -> None:
 
     plain, drawn = sample(None, 1), sample(DraftProposer(draft, depth=3, sampled=True, nodes=4), 2)
     assert compare_third_tokens(plain, drawn) < 33  # 11 degrees of freedom, p = 0.0005
+
+
+def test_an_error_after_a_rejected_draft_token_ends_no_answer() -> None:
+    def refuse(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if 3 in input_ids[0]:
+            raise LookupError("3")
+        return scores
+
+    processor = AnswerProcessor([refuse], lambda: [refuse], 2, frozenset(), 9)  # type: ignore[list-item]
+    for answer, error in (([], None), ([3], "3"), ([4], None), ([3, 5], "3"), ([4, 5], None), ([4, 5, 3], "3")):
+        scores = processor(torch.tensor([[1, 2, *answer]]), torch.zeros(1, 8))
+        found = processor.find_error(answer)
+        assert bool(scores.isnan().any()) == (error is not None) and (found and str(found)) == error
 
 
 def test_a_single_request_has_the_users_own_object(target: Target) -> None:

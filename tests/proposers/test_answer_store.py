@@ -9,13 +9,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from decode import Target, generate
 from decode.models.loading import load_model
 from proposers import AnswerStore, MergedProposer
-from proposers.sources.answer_store import GRAM, LONGEST_MATCH, OCCURRENCES
+from proposers.sources.answer_store import GRAM, LONGEST_MATCH, OCCURRENCES, StoredSource
 from tests.support.models import VOCABULARY, tiny
 
 ANSWER = [3, 4, 5, 6, 7]
@@ -94,6 +95,24 @@ def test_two_threads_share_a_store() -> None:
         thread.join()
     assert not failures
     assert all(len({token // 10 for token in answer}) == 1 for answer in store.answers())
+
+
+def test_a_request_that_joins_again_is_one_answer() -> None:
+    """As after a change of weights; another request may have the same id."""
+    store, text, other = AnswerStore(100, by_prompt=True), [1, 2, 3, 4], [6, 7]
+    source = StoredSource(store)
+
+    def observe(sequence: list[int], prompt: int) -> None:
+        request = SimpleNamespace(prompt=sequence[:prompt])
+        fields = {"request_ids": [0], "kept": [None], "sequences": [sequence], "joined": [0], "requests": [request]}
+        source.observe(SimpleNamespace(**fields, committed=[sequence]))  # type: ignore[arg-type]
+
+    for more in ([], [5, 5]):
+        text += more
+        observe(text, 2)
+    observe(other, 1)
+    source.keep_answers()
+    assert [answer[-4:] for answer in store.answers()] == [[3, 4, 5, 5], [6, 7]]
 
 
 def test_a_file_brings_the_answers_back(tmp_path: Path) -> None:

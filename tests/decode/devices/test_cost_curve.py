@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from time import monotonic
 
 import pytest
 import torch
@@ -29,6 +31,18 @@ def test_fifty_steps_teach_what_a_step_takes(rows: int) -> None:
     assert [found.seconds[0] * found(nodes) for nodes in (1, 2, 4, 8)] == pytest.approx([*LOOP.values()][:4], rel=0.05)
     assert found(16) / found(8) == pytest.approx(CURVE(16) / CURVE(8))  # never seen: as wrong as the nearest size
     assert times.correct(CURVE, rows) is found and not times.contradicted
+
+
+def test_two_threads_share_what_steps_taught() -> None:
+    times, end = StepTimes(), monotonic() + 0.5
+
+    def work(seed: int) -> None:
+        while monotonic() < end:
+            times.learn(CURVE, 1, seed, 20.0)
+            times.correct(CURVE, 1)
+
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(work, (1, 4, 8))] == [None] * 3
 
 
 def test_what_was_long_ago_is_forgotten() -> None:

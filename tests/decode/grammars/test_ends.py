@@ -62,6 +62,7 @@ def test_the_model_may_end_an_answer_that_could_go_on() -> None:
     assert found.finish == "eos" and found.tokens[2:] == [END] and found.text in ("ab", "ba")
     found = answer(re.compile("(abab|baab){3}"), sampling=ending(END), max_new_tokens=20)
     assert found.finish == "grammar" and len(found.text) == 12
+    assert answer(re.compile("a b # and a comment", re.VERBOSE), max_new_tokens=20).text == "ab"
 
 
 def test_an_answer_may_end_at_a_token_of_the_requests_own() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from decode import Grammar, generate, speculate
+from decode import Grammar, Target, generate, speculate
 from proposers import DraftProposer, MergedProposer, NGramProposer
 from tests.support.grammars import END, GRAMMARS, LARK, PERSON, SumMatcher, encode, make_target, make_tokenizer
 
@@ -147,7 +147,8 @@ def test_an_error_of_a_matcher_is_raised() -> None:
 def test_rows_of_a_batch_that_may_end_early_need_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with stopping criteria."""
     model: PreTrainedModel = make_target().model
-    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", -1)
+    assert Target(model).stop_ids == frozenset()  # -1 means none
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     settings: dict[str, Any] = {"attention_mask": MASK, "custom_generate": speculate, "max_new_tokens": 9}
     with pytest.raises(ValueError, match="rows that end before the others are padded; set pad_token_id"):

@@ -100,6 +100,10 @@ def test_allowed_tokens_with_sampled_drafts(model: PreTrainedModel) -> None:
     got = generate(model, BATCH, draft, attention_mask=MASK, prefix_allowed_tokens_fn=allow, do_sample=True)
     for row, tokens in enumerate(got):
         allow(row, tokens)
+    copies = {"do_sample": True, "num_return_sequences": 2}
+    got = generate(model, BATCH, draft, attention_mask=MASK, prefix_allowed_tokens_fn=allow, **copies)
+    for row, tokens in enumerate(got):
+        allow(row // 2, tokens)
 
 
 def test_processors_see_prefixes_of_the_text_only(model: PreTrainedModel, proposer: Proposer) -> None:
