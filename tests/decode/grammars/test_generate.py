@@ -149,6 +149,7 @@ def test_rows_of_a_batch_that_may_end_early_need_padding(monkeypatch: pytest.Mon
     model: PreTrainedModel = make_target().model
     monkeypatch.setattr(model.generation_config, "eos_token_id", -1)
     assert Target(model).stop_ids == frozenset()  # -1 means none
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     settings: dict[str, Any] = {"attention_mask": MASK, "custom_generate": speculate, "max_new_tokens": 9}
     with pytest.raises(ValueError, match="rows that end before the others are padded; set pad_token_id"):
