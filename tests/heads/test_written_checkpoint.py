@@ -22,7 +22,7 @@ from heads.formats.written_checkpoint import SHARD, compose_modules, read_checkp
 from heads.mtp import describe_block
 from proposers import load_proposer
 from tests.support.models import VOCABULARY, tiny
-from tests.support.mtp_checkpoints import CHECKPOINTS, LAYOUTS, Change, make_checkpoint, unchanged
+from tests.support.mtp_checkpoints import CHECKPOINTS, LAYOUTS, Change, make_checkpoint, nest, unchanged
 
 INDEX = "model.safetensors.index.json"
 FIELDS = {"deepseek": "num_nextn_predict_layers", "qwen": "mtp_num_hidden_layers", "mimo": "num_nextn_predict_layers"}
@@ -206,16 +206,6 @@ def test_further_modules_are_kept(kind: str, tmp_path: Path) -> None:
         changed = {each for each, tensor in after.modules.items() if not tensor.equal(before.modules[each])}
         assert changed and not any(each.startswith(second) for each in changed)
         assert_is(load_head(tmp_path / name), head)
-
-
-def nest(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """As a model that sees pictures, too."""
-    for name in list(tensors):
-        if name.startswith("model."):
-            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
-    inner = dict(config)
-    config.clear()
-    config |= {"model_type": "qwen3_5", "text_config": inner}
 
 
 def test_the_text_part_of_a_model_that_sees_gets_its_bases_module(tmp_path: Path) -> None:

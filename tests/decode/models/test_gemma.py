@@ -73,7 +73,7 @@ def _join(source: Path, file: Path) -> None:
 
 
 def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
-    target = Target.load(file)
+    target = Target.load(file, deterministic=True)
     assert len({part.form for part in GgufFile.open(file).tensors.values()}) == 5
     stock, _ = load_model(file)
     plain = generate(target, PROMPTS, None, max_new_tokens=16)
@@ -88,7 +88,7 @@ def test_greedy_tokens_are_those_of_transformers(file: Path) -> None:
 
 @pytest.mark.parametrize("accelerate", ["off", "packed"])
 def test_bfloat16_is_accepted(file: Path, accelerate: str) -> None:
-    target = Target.load(file, dtype="bfloat16", accelerate=accelerate)
+    target = Target.load(file, dtype="bfloat16", accelerate=accelerate, deterministic=True)
     (answer,) = generate(target, PROMPTS[0], "ngram", max_new_tokens=16)
     assert len(answer.tokens) == 16 and "France" in answer.text
 
@@ -122,6 +122,9 @@ def test_a_head_is_trained_calibrated_and_checked(
     """With defaults a head drafts a part of the vocabulary."""
     out = tmp_path / "head"
     monkeypatch.setattr(Target, "load", load_once)
+    for module in ("draftless_commands.checking.report", "draftless_commands.shared.worth", train.__module__):
+        monkeypatch.setattr(f"{module}.NEW_TOKENS", 8)  # what more tokens show is tested with the default model
+    monkeypatch.setattr("draftless_commands.shared.worth.TRIED", 1)
     assert train(place, out, "--kind", kind, "--max-steps", "1", "--validation", "1") == 0
     assert "1 of 1 steps" in capsys.readouterr().out
     head = load_head(out)
