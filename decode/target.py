@@ -34,12 +34,13 @@ from decode.weights.layers import PackedLayer
 class Target:
     """The model whose distribution is kept, ready to verify trees.
 
-    model: any decoder-only transformers model with sdpa, eager or flex attention. It is never changed.
+    model: any decoder-only transformers model with sdpa, eager or flex attention. Not changed, but for `in_place`.
     accelerate: "off" uses the model as it is; "packed", "compiled", "graphs" and "auto" use an accelerated copy (see
     `decode.devices.backend`). Changes of the weights are noticed, see `read_version`.
     deterministic: the sizes of draft trees do not depend on this run's clock. Nothing is measured; True takes a fixed
     cost curve, a `CostCurve` that curve, for example `cost_curve()` of an earlier run. In a `torch.distributed` group
     the first rank's counts, and all ranks must decode the same prompts.
+    in_place: accelerate the model itself, which nobody else uses. That frees its weights one by one.
 
     Its parts: `facts`, what the architecture allows; `backend`, what the device can do; `costs`, what passes cost. What
     follows from these is decided here, once. needs_masks: prompts need masks, too. sees_texts_whole: nodes may see long
@@ -64,11 +65,12 @@ class Target:
         *,
         accelerate: str = "off",
         deterministic: bool | CostCurve = False,
+        in_place: bool = False,
     ) -> None:
         check_mode(accelerate)
         model = unwrap(model)
         refuse_unsupported(model)
-        own, mode = _copy_for(model, accelerate)
+        own, mode = (model, accelerate) if in_place else _copy_for(model, accelerate)
         self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
         self.watch, self._shares_all = ModelWatch(model), own is model
         self._adapted: WeakValueDictionary[str, Target] = WeakValueDictionary()  # what `adapt` has returned
@@ -95,26 +97,9 @@ class Target:
         model, tokenizer = load_model(
             name, dtype=dtype, device=device, device_map=device_map, in_blocks=accelerate != "off"
         )
-        target = cls.take_over(model, tokenizer, accelerate=accelerate, deterministic=deterministic)
+        target = cls(model, tokenizer, accelerate=accelerate, deterministic=deterministic, in_place=True)
         if dtype == FIXED16:
             target.backend.round_inputs(target.model)
-        return target
-
-    @classmethod
-    def take_over(
-        cls,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer | None = None,
-        *,
-        accelerate: str = "off",
-        deterministic: bool | CostCurve = False,
-    ) -> Self:
-        """A target of a model that nobody else uses. It is accelerated in place, which frees weights one by one."""
-        check_mode(accelerate)
-        refuse_unsupported(model)
-        target = cls.__new__(cls)
-        target._set_up(model, tokenizer, accelerate, accelerate, Costs(deterministic))
-        target.watch, target._shares_all, target._adapted = ModelWatch(model), True, WeakValueDictionary()
         return target
 
     def _set_up(

@@ -230,6 +230,7 @@ def describe_settings(options: TrainOptions, dataset: Dataset, head: Any) -> dic
         **{name: getattr(options, name) for name in ("kind", "dtype", "max_length", "use_text", "validation")},
         "template_options": dict(options.template_option or ()),
         "data": dataset.fingerprint,
+        "cached": True if options.cache else None,  # probabilities are kept in half precision
         "init": options.init and str(options.init.resolve() if options.init.exists() else options.init),
         "shape": {name: value for name, value in asdict(head.config).items() if not name.startswith("target_")},
         "lora_rank": (options.lora_rank or RANK) if options.joint else None,

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from decode import Target
 from decode.devices.user_cache import print_notice
-from decode.models.cut_model import cut_model
 from decode.models.facts import find_context
 from decode.models.fingerprint import fingerprint_vocabulary
 from decode.models.stock_model import find_decoder
@@ -23,6 +22,7 @@ from heads.eagle import Eagle3Head, PEagleConfig, PEagleHead
 from heads.jump import JumpHead, LayerCopy, choose_jump, copy_layer
 from heads.kinds import get_kind
 from heads.mtp import describe_block
+from training.cut_model import cut_model
 from training.data import LARGE_VOCABULARY, Example, choose_draft_vocabulary, find_rarest
 from training.draft_model import DraftModel, DraftModelConfig, DraftModelObjective
 from training.objectives import DECAY, OBJECTIVES, Decay, Objective

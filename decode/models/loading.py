@@ -55,7 +55,7 @@ def load_model(
     dtype: a torch dtype or its name; by default float32 on a CPU, else the checkpoint's. device: for example "cuda:0";
     by default a GPU if there is one. device_map: accelerate's, for example "auto", instead of a device. in_blocks: in
     float32 on a CPU, a GGUF file's weights stay in its blocks. Such a model runs once it is a target, see
-    `Target.take_over`.
+    `Target(..., in_place=True)`.
 
     Raises ValueError for an unknown dtype or device, if there is no such model, if it is damaged, incomplete or of an
     unknown form, and for an adapter without the package peft.

@@ -32,7 +32,7 @@ def load_draft_model(
         return Target.load(name, accelerate=accelerate, deterministic=deterministic, **settings)
     model, tokenizer = load_model(name, **settings)
     keep_outputs(model, torch.tensor(tokens))
-    target = Target.take_over(model, tokenizer, accelerate=accelerate, deterministic=deterministic)
+    target = Target(model, tokenizer, accelerate=accelerate, deterministic=deterministic, in_place=True)
     target.output_tokens = torch.tensor(tokens)
     return target
 

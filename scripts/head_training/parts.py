@@ -79,7 +79,7 @@ def find_checkpoints(options: TrainOptions) -> tuple[Checkpoint, Checkpoint] | N
 
 def _validate_adapted(adapters: Adapters, head: Any, prompts: Prompts) -> Validation:
     """Decode with the adapted model as it is loaded later. From now on the head names its weights."""
-    adapted = Target.take_over(adapters.merge(), adapters.target.tokenizer, accelerate="packed")
+    adapted = Target(adapters.merge(), adapters.target.tokenizer, accelerate="packed", in_place=True)
     head.config = replace(head.config, target_weights=adapted.weights_fingerprint)
     return validate(adapted, head, prompts)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from decode import Engine, Proposer, Sampling, Step, Target, generate
-from decode.models.cut_model import cut_model
 from proposers import DraftProposer, EagleProposer, MergedProposer, NGramProposer, StagedProposer, load_proposer
 from tests.support.drafting import Recorder, make_head
 from tests.support.models import tiny
 from tests.support.tokenizers import byte_level
+from training.cut_model import cut_model
 
 BIG = tiny("llama", num_hidden_layers=4)
 TARGET, MIDDLE, SMALL = Target(BIG), Target(cut_model(BIG, [0, 1, 2])), Target(cut_model(BIG, [0]))

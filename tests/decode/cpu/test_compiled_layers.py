@@ -119,7 +119,7 @@ def test_a_kernel_serves_all_numbers_of_rows_nodes_and_slots(exported: list[str]
 def test_compiled_layers_share_the_models_tensors_and_are_freed_with_it(exported: list[str]) -> None:
     model = tiny("llama", dtype=torch.float32)
     norm = model.model.layers[1].input_layernorm.weight
-    Target.take_over(model, accelerate="compiled")
+    Target(model, accelerate="compiled", in_place=True)
     first, second = layers_of(model)
     assert (first.number, second.number) == (0, 1)
     for shared in (norm, model.model.layers[1].mlp.down_proj.packed):
@@ -142,7 +142,7 @@ def test_layers_with_a_wrong_kernel_stay_packed(
     change: Callable[[Tensor], Tensor], exported: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_kernels(monkeypatch, change)
-    model = Target.take_over(tiny("llama", dtype=torch.float32), accelerate="compiled").model
+    model = Target(tiny("llama", dtype=torch.float32), accelerate="compiled", in_place=True).model
     assert exported and not layers_of(model) and isinstance(model.model.layers[0].self_attn.o_proj, PackedLinear)
 
 
@@ -160,7 +160,7 @@ def test_a_kernel_that_writes_to_another_layers_cache_is_noticed(
 ) -> None:
     model = tiny("llama", dtype=torch.float32)
     monkeypatch.setattr(compiled_layers, "_find_cache_layer", lambda layer: 1 - layer.self_attn.layer_idx)
-    assert not layers_of(Target.take_over(model, accelerate="compiled").model)
+    assert not layers_of(Target(model, accelerate="compiled", in_place=True).model)
 
 
 def test_a_pass_computes_layers_of_a_kind_in_one_call_up_to_one_that_is_watched(
@@ -239,7 +239,7 @@ def test_hooks_and_other_forwards_are_kept(exported: list[str]) -> None:
     first.mlp.forward = lambda inputs: seen.append("forward") or original(inputs)
     second.mlp.register_forward_hook(lambda *_: seen.append("hook within"))
     third.register_forward_hook(lambda *_: seen.append("hook"))
-    Target.take_over(model, accelerate="compiled")
+    Target(model, accelerate="compiled", in_place=True)
     assert [layer.number for layer in layers_of(model)] == [2]
     target = Target(model)
     seen.clear()

@@ -145,7 +145,7 @@ def test_later_changes_of_the_model_do_not_change_packed_weights() -> None:
 
 
 def test_dense_weights_are_freed_and_packed_ones_not_packed_again() -> None:
-    model = Target.take_over(tiny("llama", dtype=torch.float32, tie_word_embeddings=True), accelerate="auto").model
+    model = Target(tiny("llama", dtype=torch.float32, tie_word_embeddings=True), accelerate="auto", in_place=True).model
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert [name for name, _ in model.named_parameters() if "norm" not in name] == ["model.embed_tokens.weight"]
     target = Target(model, accelerate="auto")

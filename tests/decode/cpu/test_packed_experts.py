@@ -147,7 +147,7 @@ def test_changed_weights_are_packed_again(name: str) -> None:
 def test_dense_weights_are_freed() -> None:
     model = tiny("olmoe", dtype=torch.float32)
     weights = [ref(module.down_proj) for module in model.modules() if hasattr(module, "has_gate")]
-    target = Target.take_over(model, accelerate="packed")
+    target = Target(model, accelerate="packed", in_place=True)
     gc.collect()
     assert weights and all(weight() is None for weight in weights)
     assert not any(parameter.dim() == 3 for parameter in target.model.parameters())

@@ -465,7 +465,7 @@ def test_packed_copies_follow_an_optimizer_in_place(mode: str, monkeypatch: pyte
 
 def test_a_target_alone_has_nothing_to_renew_and_one_without_a_model_says_so() -> None:
     model = make_model(10, torch.float32)
-    target = Target.take_over(deepcopy(model), accelerate="packed")
+    target = Target(deepcopy(model), accelerate="packed", in_place=True)
     WAYS["a norm"](target.model)
     target.weights_changed()  # the packed weights are the only ones, and the norm is used as it is
     WAYS["a norm"](model)
@@ -535,7 +535,7 @@ def test_a_column_that_is_written_through_data_is_seen() -> None:
 
 
 def test_a_packed_model_with_other_tensors_is_to_be_loaded_again() -> None:
-    target = Target.take_over(make_model(16, torch.float32), accelerate="packed")
+    target = Target(make_model(16, torch.float32), accelerate="packed", in_place=True)
     WAYS["another norm"](target.model)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"other tensors or modules than before; load it again: Target.load"):

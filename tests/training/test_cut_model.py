@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from decode import Target, generate
-from decode.models.cut_model import cut_model
 from tests.support.models import tiny
+from training.cut_model import cut_model
 
 # Models whose layers differ from each other have lists of their kinds in the config.
 KINDS = {"llama": 4, "gpt2": 4, "gpt_neox": 4, "gemma3_text": None, "qwen3_5_text": None}
