@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode import Target, prefill
 from decode.devices.backend import Backend, find_backend
-from decode.prefill import CHUNK, MASK_BYTES, choose_chunk, read_texts
+from decode.prefill import CHUNK, MASK_BYTES, choose_chunk, lacks_memory, read_texts
 from proposers import HEAD_PROPOSERS, MergedProposer
 from tests.support.drafting import Recorder, make_head, texts
 from tests.support.models import VOCABULARY, tiny
@@ -131,3 +131,17 @@ def test_texts_that_end_in_different_passes_have_logits_of_their_own(
     for row, prompt in enumerate(prompts):
         expected = target.model(torch.tensor([prompt])).logits[0, -1]
         torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("DefaultCPUAllocator: not enough memory: you tried to allocate 99 bytes", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_missing_memory_is_known_by_its_messages(message: str, expected: bool) -> None:
+    """The device is lost after others."""
+    assert lacks_memory(RuntimeError(message)) == expected

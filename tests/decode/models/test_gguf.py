@@ -269,6 +269,15 @@ def test_positions_are_those_of_the_header(name: str, tmp_path: Path) -> None:
     assert (found - expected).abs().max() < 1e-3 * expected.std()
 
 
+@needs_compiler
+def test_the_largest_gemmas_scale_queries_as_llama_cpp_does(tmp_path: Path) -> None:
+    """By the width of all heads, not by that of one; it knows them by their layers."""
+    kinds = ["sliding_attention", "full_attention"] * 23
+    config = write_model("gemma2", tmp_path / "m.gguf", num_hidden_layers=46, layer_types=kinds).config
+    width = config.hidden_size // config.num_attention_heads
+    assert load_model(tmp_path / "m.gguf")[0].config.query_pre_attn_scalar == width != config.query_pre_attn_scalar
+
+
 def test_unknown_positions_are_refused(tmp_path: Path) -> None:
     fields = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}
     write_model("llama", tmp_path / "m.gguf", fields=fields)
