@@ -19,7 +19,7 @@ LARGEST = 24_000_000  # bytes
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_head_is_complete_and_small(folder: Path) -> None:
-    assert [folder.name for folder in FOLDERS] == ["eagle", "eagle3", "hydra", "medusa"]
+    assert [folder.name for folder in FOLDERS] == ["eagle", "eagle3", "hydra", "jump", "medusa"]
     head, calibration = load_head(folder), load_calibration(folder)
     assert head.kind == folder.name and calibration is not None
     assert calibration.expect_tau(16)[-1] > 1.5
