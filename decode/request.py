@@ -67,7 +67,7 @@ class Request:
     def __post_init__(self) -> None:
         self.noise_id = self.request_id if self.noise_id < 0 else self.noise_id
         self.sequence = list(self.prompt)
-        self.pieces: list[str] = []
+        self._pieces: list[str] = []
         self._log_probs: list[LogProbs] = []
         self._chunks = deque[Chunk]()
 
@@ -130,7 +130,7 @@ class Request:
                 break
         if self.finish:
             pieces += self._finish_text()
-        self.pieces += pieces
+        self._pieces += pieces
         return Chunk(self.request_id, tokens, min(len(drafted), len(tokens)), pieces, self.finish)
 
     def _fail(self, error: Exception) -> None:
@@ -140,7 +140,7 @@ class Request:
         """End the answer where it is."""
         self.finish, self.exception = finish, exception
         pieces = self._finish_text()
-        self.pieces += pieces
+        self._pieces += pieces
         return Chunk(self.request_id, [], 0, pieces, self.finish)
 
     def _finish_text(self) -> list[str]:
@@ -171,7 +171,7 @@ class Request:
 
     def _make_answer(self, tokenizer: Tokenizer | None) -> Answer:
         tokens = self.sequence[len(self.prompt) :]
-        text = "".join(self.pieces)
+        text = "".join(self._pieces)
         try:
             if self.text is None and tokenizer is not None:
                 text = decode(tokens, tokenizer)
@@ -222,7 +222,7 @@ def read_requests(
     is_alone, sampled: see `RequestProcessors`. Raises ValueError or TypeError for settings that are out of range,
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
-    target.read_version()  # a prompt must be checked against the model as it is
+    target.read_version()  # a prompt must be checked against the vocabulary as it is
     _check_kinds(sampling, chat)
     check_switches(text=text, follow_weights=follow_weights)
     nodes = NODES if nodes is None else read_nodes(nodes)

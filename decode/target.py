@@ -25,6 +25,7 @@ from decode.models.facts import ModelFacts, find_device, has_hooks
 from decode.models.fingerprint import fingerprint_template, fingerprint_vocabulary, fingerprint_weights
 from decode.models.loading import FIXED16, load_model
 from decode.models.stock_model import copy_modules
+from decode.requests.numbers import check_switches
 from decode.requests.text import Tokenizer
 from decode.self_test import agrees_flat, self_test
 from decode.session import Session
@@ -68,6 +69,7 @@ class Target:
         in_place: bool = False,
     ) -> None:
         check_mode(accelerate)
+        check_switches(in_place=in_place)
         model = unwrap(model)
         refuse_unsupported(model)
         own, mode = (model, accelerate) if in_place else _copy_for(model, accelerate)

@@ -77,9 +77,8 @@ class LayerConfig:
 
         Angles are computed in float32 or wider, because bfloat16 cannot represent position 257.
         """
-        scaling = self.rope_scaling and tuple(self.rope_scaling.items())
         wide = torch.promote_types(dtype, torch.float32)
-        return find_frequencies(scaling, self.rope_theta, self.head_dim, wide, device)
+        return find_frequencies(self.rope_scaling, self.rope_theta, self.head_dim, wide, device)
 
     def rotary_table(self, positions: Tensor, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTable:
         """The table of positions [B, T], for states of this dtype. frequencies [D]: if they are at hand."""
@@ -207,14 +206,17 @@ def rotate(states: Tensor, table: RotaryTable) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # torch.compile would compute them anew each time
-@lru_cache(maxsize=16)
-@torch.inference_mode(mode=False)  # cached tensors must also work in training
-def find_frequencies(scaling: Any, theta: float, size: int, dtype: Any, device: Any) -> tuple[Tensor, float]:
+def find_frequencies(scaling: Scaling | None, theta: float, size: int, dtype: Any, device: Any) -> tuple[Tensor, float]:
     """Each of a head's D elements' frequency [D], and the factor that multiplies queries and keys.
 
     Those of the first half are negative. So the sine of an angle has the sign with which it multiplies the other half.
-    scaling: pairs of a `Scaling`, or None.
     """
+    return _compute_frequencies(scaling and tuple(scaling.items()), theta, size, dtype, device)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)  # cached tensors must also work in training
+def _compute_frequencies(scaling: Any, theta: float, size: int, dtype: Any, device: Any) -> tuple[Tensor, float]:
     strength = 1.0
     if scaling is None:
         frequencies = theta ** -(torch.arange(size // 2, dtype=dtype, device=device) / (size // 2))

@@ -42,7 +42,10 @@ SHAPE = "nodes", "depth", "width"
 _MERGED = "head", "draft_model", "store", "nodes", "head_window"
 TABLE: dict[str, tuple[Callable[..., Proposer], tuple[str, ...]]] = {  # names, and their `DraftingOptions`
     "none": (PlainProposer, ()),
-    "ngram": (lambda nodes=None: NGramProposer(length=nodes and nodes - 1), ("nodes",)),
+    "ngram": (
+        lambda nodes=None: PlainProposer() if nodes == 1 else NGramProposer(length=nodes and nodes - 1),
+        ("nodes",),
+    ),
     "suffix": (lambda **given: MergedProposer([SuffixSource()], **given), ("store", "nodes")),
     "recycling": (lambda **given: MergedProposer([RecyclingSource()], **given), ("nodes",)),
     "merged": (MergedProposer, _MERGED),

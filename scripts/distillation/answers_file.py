@@ -68,7 +68,10 @@ class AnswersFile:
             turns = [each["content"] for each in messages[len(asked) :] if each["role"] == "user"]
             is_other = messages[: len(asked)] != asked or turns != later[: len(turns)]
             if is_other or any(row.get(name) != job.row().get(name) for name in GIVEN):
-                raise ValueError(f"{self.path} has another prompt or temperature with the id {json.dumps(job.id)}; give another --out")
+                number = json.dumps(job.id)
+                raise ValueError(
+                    f"{self.path} has another prompt or temperature with the id {number}; give another --out"
+                )
         return [job for job in jobs if job.id not in self.rows]
 
     def check(self) -> None:

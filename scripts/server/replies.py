@@ -13,6 +13,7 @@ from typing import Any
 from decode import Answer, Chunk
 from decode.request import Request
 from decode.requests.answer import LogProbs
+from decode.requests.detokenizer import Detokenizer
 from decode.requests.text import Tokenizer
 from draftless_commands.server.fields import StreamOptions
 from draftless_commands.server.tools import ToolReader
@@ -188,8 +189,9 @@ class TextReply(Reply):
         assert answer is not None
         told = self.tell(answer.tokens, answer.log_probs)
         if told is not None:
-            lengths = map(len, request.pieces)  # a character may be of several tokens
-            told["text_offset"] = [*accumulate(lengths, initial=0)][: len(answer.tokens)]
+            detokenizer = Detokenizer(self.tokenizer)  # a character may be of several tokens
+            lengths = (len(detokenizer.push(token)) for token in answer.tokens[:-1])
+            told["text_offset"] = [*accumulate(lengths, initial=0)]
         return {"index": index, "text": answer.text, "logprobs": told, "finish_reason": REASONS[answer.finish]}
 
     def part(self, index: int, chunk: Chunk) -> dict[str, Any]:

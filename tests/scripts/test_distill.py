@@ -238,8 +238,8 @@ def test_answers_of_other_settings_are_not_mixed(call: Call) -> None:
     before = Path("out.jsonl").read_bytes()
     call(prompts, "--seed", "1").refused("out.jsonl was begun with seed 0, not 1; go on with the same, or give another")
     call(prompts, "--temperature", "0", "0.8").refused("was begun with temperature [0.0], not [0.0, 0.8]")
-    call(write_rows("in.jsonl", [{"prompt": "other"}])).refused("out.jsonl has another prompt or temperature with the id 1")
-    call(write_rows("in.jsonl", [GOOD | {"temperature": 0.5}])).refused("out.jsonl has another prompt or temperature with the id 1")
+    for changed in ({"prompt": "other"}, GOOD | {"temperature": 0.5}):
+        call(write_rows("in.jsonl", [changed])).refused("out.jsonl has another prompt or temperature with the id 1")
     Path("out.jsonl").write_bytes(before + b"{}\n")
     call(prompts).refused("is damaged ('id')")
     Path("out.jsonl.settings.json").unlink()

@@ -222,11 +222,7 @@ def main() -> None:
             ]
             faults += list_graph_faults(notices)
         else:
-            faults = [*list_differences("off", ["llama"])] if "llama" in kinds else []
-            if "gemma3_text" in kinds:  # has windows
-                faults += list_differences("off", ["gemma3_text"], GRAPH_CASES | {"dflash", "draft"})
-            else:
-                faults += [*list_accepted_faults("off"), *list_joined_faults("off")]
+            faults = [*list_differences("off", kinds), *list_accepted_faults("off"), *list_joined_faults("off")]
         print(json.dumps(faults))
 
 
