@@ -88,7 +88,7 @@ class Fields(Part):
 
 
 def read_call(call: Any) -> Any:
-    """A tool call of a message, with its arguments as an object, if they are JSON. Raises ValueError for another form."""
+    """A tool call of a message, with its arguments as an object, if they are JSON. Raises ValueError for others."""
     try:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if isinstance(arguments, str):
