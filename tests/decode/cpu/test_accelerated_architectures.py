@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import decode.target
 from decode import Proposer, Target
@@ -66,19 +68,18 @@ def test_bfloat16_logits_are_as_exact_as_those_of_the_plain_model(
 ) -> None:
     """Compared with the same weights in float64, over trees. Experts that are chosen by a hair give outliers."""
     monkeypatch.setattr(decode.target, "self_test", lambda target: 0.0)  # it would refuse such an outlier
-    exact, plain = read_plain(name)
-    fast = read_logits(Target(tiny(name, dtype=torch.bfloat16), accelerate=mode))
+    model, exact, plain = read_plain(name)
+    fast = read_logits(Target(model, accelerate=mode))
     errors = [(logits - exact).abs().median() / exact.std() for logits in (plain, fast)]
     assert errors[1] < 1.5 * errors[0] + 0.002
     assert (plain - fast).abs().median() / exact.std() < 0.1
 
 
 @cache
-def read_plain(name: str) -> tuple[Tensor, Tensor]:
-    """The logits of the plain model, its weights in float64 and in bfloat16."""
+def read_plain(name: str) -> tuple[PreTrainedModel, Tensor, Tensor]:
+    """A model, and its logits with the same weights in float64 and in bfloat16."""
     model = tiny(name, dtype=torch.bfloat16)
-    found = read_logits(Target(model))
-    return read_logits(Target(model.double())), found
+    return model, read_logits(Target(deepcopy(model).double())), read_logits(Target(model))
 
 
 def read_logits(target: Target) -> Tensor:
