@@ -222,7 +222,7 @@ def read_requests(
     is_alone, sampled: see `RequestProcessors`. Raises ValueError or TypeError for settings that are out of range,
     request ids that do not match, and prompts that are invalid or do not fit the model.
     """
-    target.read_version()  # a prompt must be checked against the vocabulary as it is
+    target.read_version()  # a prompt must be checked against the model as it is
     _check_kinds(sampling, chat)
     check_switches(text=text, follow_weights=follow_weights)
     nodes = NODES if nodes is None else read_nodes(nodes)

@@ -41,8 +41,9 @@ class Snapshot:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        modules, self.form = [*model.modules()], describe_form(model)
+        modules, config = [*model.modules()], model.config.get_text_config(decoder=True)
         still = [module for module in modules if not hasattr(module, "_hf_hook")]
+        self._config, self.form = config, describe_form(model)
         # Hundreds of dicts are compared in each step. A loop of Python's would take three times as long.
         children, own = [each._modules for each in modules], [each._parameters for each in still]
         self._empty = [each for each in (*children, *own) if not each]
@@ -67,6 +68,12 @@ class Snapshot:
         self._adapters = self._read_adapters()
         modal = [each for each in parts if in_training(each) is not None]
         self.modes = [vars(each) for each in modal if not type(each).__module__.startswith("decode.")]  # ours have none
+        values, renamed = vars(config), getattr(config, "attribute_map", {})
+        names = {name: renamed.get(name, name) for name in FORM}
+        known = [name for name, own in names.items() if own in values]
+        self._names, self._settings = [names[name] for name in known], [self.form[name] for name in known]
+        self._properties = [name for name in FORM if name not in known and hasattr(type(config), name)]
+        self._absent = {*FORM}.difference(known, self._properties)
 
     def find_change(self, deep: bool) -> str | None:
         """What has changed of the weights and adapters: `WRITTEN`, `MOVED` or nothing.
@@ -86,6 +93,14 @@ class Snapshot:
         if versions != old_versions or (deep and not _equal(self._samples, self._read_samples())):
             return WRITTEN
         return None
+
+    @property
+    def has_other_settings(self) -> bool:
+        """Whether one of the config's settings `FORM` has changed."""
+        values = vars(self._config)  # faster than `getattr`
+        if [*map(values.get, self._names)] != self._settings or not values.keys().isdisjoint(self._absent):
+            return True
+        return any(getattr(self._config, name, None) != self.form[name] for name in self._properties)
 
     def _read_marks(self) -> tuple[list[int], list[int]]:
         return [each.data_ptr() for each in self._placed], [each._version for each in self._versioned]
@@ -123,7 +138,7 @@ class ModelWatch:
         return next(iter(self._snapshots), None)
 
     def look(self, deep: bool = False) -> int:
-        """The version now. deep: as in `Snapshot.find_change`; the config's settings are compared, too.
+        """The version now. deep: as in `Snapshot.find_change`.
 
         Raises ValueError if the model is in training mode, has another form, or would change in its next pass.
         """
@@ -134,7 +149,7 @@ class ModelWatch:
                 if snapshot.adapted:
                     refuse_merged_adapters(snapshot.adapted)
                 change = snapshot.find_change(deep)
-                if change or deep:
+                if change or deep or snapshot.has_other_settings:
                     _refuse_form(snapshot.form, describe_form(model))
                 if change:
                     now = Snapshot(model)

@@ -92,10 +92,6 @@ def test_log_probabilities(place: Place, target: Target) -> None:
     lists = whole.choices[0].logprobs
     assert lists is not None and lists.tokens is not None and lists.token_logprobs is not None
     assert "".join(lists.tokens) == whole.choices[0].text and len(lists.token_logprobs) == 6
-    forced: Any = {"logprobs": 2, "extra_body": {"structured_outputs": {"regex": "é=x"}}}
-    for stop in (None, "=y"):
-        whole = place.client.completions.create(model="tiny", prompt="ab", max_tokens=6, stop=stop, **forced)
-        assert whole.choices[0].logprobs and whole.choices[0].logprobs.text_offset == [0, 0, 1, 2]  # é has two tokens
 
 
 def test_texts_go_on(place: Place, target: Target) -> None:

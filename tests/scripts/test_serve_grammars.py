@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -281,3 +282,11 @@ def test_a_token_is_named_as_it_is_within_a_text() -> None:
     assert [reply.name(token) for token in (within, alone, half)] == [" the", "the", "\ufffd"]
     told = reply.tell([within], [LogProbs(-0.1, {within: -0.1, alone: -3.0})])
     assert told is not None and told["top_logprobs"] == [{" the": -0.1, "the": -3.0}]
+
+
+def test_offsets_are_those_of_characters_of_several_tokens() -> None:
+    tokenizer = byte_level()
+    tokens, told = tokenizer("é=x")["input_ids"], [LogProbs(-0.1, {})] * 4
+    answer = SimpleNamespace(tokens=tokens, log_probs=told, text="é=x", finish="length")
+    reply, request = TextReply("tiny", tokenizer, [], 1, StreamOptions()), SimpleNamespace(answer=answer)
+    assert reply.choose(0, request)["logprobs"]["text_offset"] == [0, 0, 1, 2]  # type: ignore[arg-type]
