@@ -48,6 +48,8 @@ class Costs:
     """
 
     def __init__(self, fixed: bool | CostCurve) -> None:
+        if not isinstance(fixed, bool | CostCurve):
+            raise TypeError(f"deterministic is {fixed!r}; it is True, False or a CostCurve")
         self.fixed, self.steps = fixed, StepTimes()
         self._measured: dict[tuple[int, int], CostCurve] = {}  # by rows and context
         self._derived: dict[tuple[int, int], CostCurve] = {}  # the same, of batches whose curve follows from one row's
@@ -76,14 +78,16 @@ class Costs:
             return self._find_fixed(target, rows)
         context = -(-max(context, 1) // STEP) * STEP
         if target.passes_flat and rows > 1:
-            if (rows, context) not in self._derived:
+            found = self._derived.get((rows, context))  # another thread may forget them all
+            if found is None:
                 single = self.find(target, 1, context)
-                self._derived[rows, context] = for_batch(single, rows, context * self._time_slot(target))
-            return self._derived[rows, context]
+                found = self._derived[rows, context] = for_batch(single, rows, context * self._time_slot(target))
+            return found
         rows = measured_batches(rows)[-1]
         contexts = measured_contexts(target, rows)
         context = max(context, contexts[0]) if len(contexts) > 1 else contexts[0]
-        if (rows, context) not in self._measured:
+        found = self._measured.get((rows, context))
+        if found is None:
             if context in contexts:
                 found = self._measure(target, rows, context)
             else:
@@ -91,7 +95,7 @@ class Costs:
                 shortest, longest = (self.find(target, rows, each) for each in contexts)
                 found = shortest.blend(longest, share)
             self._measured[rows, context] = found
-        return self._measured[rows, context]
+        return found
 
     def _forget(self, target: StockModel) -> None:
         """Forget all curves, those in the user's cache too: they were measured while the machine was busy."""

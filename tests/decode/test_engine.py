@@ -336,6 +336,10 @@ def test_bad_requests_are_refused_at_once(target: Target) -> None:
             Engine(target, None, kept_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lossy_typical_acceptance is 'no'; it is True or False"):
         Engine(target, None, lossy_typical_acceptance="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="deterministic is 'no'; it is True, False or a CostCurve"):
+        Target(target.model, deterministic="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="in_place is 'no'; it is True or False"):
+        Target(target.model, in_place="no")  # type: ignore[arg-type]
     engine = Engine(target, None, lossy_typical_acceptance=True)
     with pytest.raises(ValueError, match="typical acceptance supports no logits processors"):
         engine.add(PROMPTS[0], sampling=Sampling(processors=[Failing(3)]))
