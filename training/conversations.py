@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Con
 
     Raises ValueError, naming the place, if the row is no such conversation or has text that nothing here can honour.
     """
+    row = _drop_repetitions(row)
     _refuse_unreadable(row, place)
     messages, later = _list_messages(row, place)
     if answered:
@@ -128,11 +130,21 @@ def check_prompt(text: object, place: str) -> str:
     return text
 
 
+def _drop_repetitions(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row without a "prompt" or an answer that are also among its messages, as public sets have them."""
+    messages = row.get("messages", row.get("conversations"))
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return row
+    texts = [message.get("content", message.get("value")) for message in messages]
+    return {name: value for name, value in row.items() if name not in ("prompt", *ANSWERS) or value not in texts}
+
+
 def _refuse_unreadable(row: Mapping[str, Any], place: str) -> None:
     given = [name for name in FORMATS if name in row]
     if len(given) != 1:
         listed = ", ".join(f'"{name}"' for name in FORMATS[:-1]) + f' and "{FORMATS[-1]}"'
-        raise ValueError(f"{place}: a line is a JSON object with one of {listed}")
+        found = "; here are " + " and ".join(f'"{name}"' for name in given) if given else ""
+        raise ValueError(f"{place}: a line is a JSON object with one of {listed}{found}")
     if refused := [name for name in UNREADABLE if row.get(name) not in (None, "", [], {})]:
         raise ValueError(f"{place}: {refused[0]!r} would change the text, and only text and tools can be given")
     if all(name in row for name in ANSWERS):
@@ -155,7 +167,7 @@ def _list_messages(row: Mapping[str, Any], place: str) -> tuple[list[Message], l
         messages += [part for name in ANSWERS if name in row for part in _read_part(row[name], "assistant", place)]
     else:
         messages = _read_part(row.get("messages", row.get("conversations")), "", place)
-    if row.get("system") is not None:
+    if row.get("system") not in (None, ""):
         if messages and messages[0]["role"] == "system":
             raise ValueError(f'{place}: the row has "system", and its messages begin with another system message')
         messages.insert(0, {"role": "system", "content": row["system"]})
@@ -194,7 +206,29 @@ def _read_content(message: Message, place: str) -> Message:
         raise ValueError(f"{place}: {what} is text, not {json.dumps(content):.40}")
     _check_characters(content, place)
     _check_characters(json.dumps(message, ensure_ascii=False), place)
-    return {**message, "content": content}
+    read = {**message, "content": content}
+    if isinstance(calls := message.get("tool_calls"), list):
+        read["tool_calls"] = [_read_call(call) for call in calls]
+    if "function_call" in message:
+        read["function_call"] = _read_call(message["function_call"])
+    return read
+
+
+def _read_call(call: Any) -> Any:
+    """A tool call with its arguments as an object where they are the JSON text of one, as OpenAI's API has them.
+
+    Chat templates write an object as JSON, and most of them a text as JSON within JSON.
+    """
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _read_call(call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # a model may have written what is no JSON
+            found = json.loads(arguments or "{}")
+            return {**call, "arguments": found} if isinstance(found, dict) else call
+    return call
 
 
 def join_parts(content: Any, place: str) -> Any:
@@ -214,7 +248,8 @@ def _read_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
         raise ValueError(f'{place}: "chat_template_kwargs" is an object, not {json.dumps(options):.40}')
-    return {**options, **{name: _read_list(row[name], name, place) for name in TEMPLATE_KEYS if row.get(name)}}
+    lists = {name: _read_list(row[name], name, place) for name in TEMPLATE_KEYS if row.get(name)}
+    return options | {name: value for name, value in lists.items() if value}
 
 
 def _read_list(value: Any, name: str, place: str) -> list[Any]:

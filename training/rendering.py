@@ -33,6 +33,8 @@ Texts = list[list[list[int]]]
 
 ASKED: Message = {"role": "user", "content": "Hello."}
 PROBE: Message = {"role": "assistant", "content": "Certainly."}
+OPENED, CLOSED = "<think>", "</think>"  # around thoughts within a content
+TAG = re.compile(r"<[^<>\s]+>")
 
 
 def add_turn(texts: Texts, prompt: Sequence[int], answer: Sequence[int]) -> None:
@@ -86,9 +88,9 @@ class Renderer:
         texts: Texts = []
         answers = list_answers(conversation.messages)
         for turn in answers:
-            prompt, blank = self._write_prompt(conversation, turn)
+            prompt, opening = self._write_prompt(conversation, turn)
             answer = self._write_answer(conversation, turn, prompt, finished or turn < answers[-1])
-            answer = answer if answer.startswith(blank) else blank + answer
+            answer = answer if _begins_with(answer, opening) else opening + answer
             prompt_ids, whole = self._tokenize(prompt), self._tokenize(prompt + answer)
             if whole[: len(prompt_ids)] == prompt_ids:
                 answer_ids = whole[len(prompt_ids) :]
@@ -144,22 +146,27 @@ class Renderer:
         return True
 
     def _write_prompt(self, conversation: Conversation, turn: int) -> tuple[str, str]:
-        """The text before an answer, and the blanks between them that the model writes.
+        """The text before an answer, and what the model writes between them: blanks, or the header of an answer.
 
         This is the prompt that the model would get. After another answer, and with templates that have no such prompts,
         it is what the template writes before an answer there. Raises ValueError if the template fails.
         """
         before = conversation.messages[:turn]
         asked = self._render(conversation, before, opened=True)
-        if not self.has_template or (self._opens_answers and before[-1]["role"] != "assistant"):
+        if not self.has_template:
             return asked, ""
+        if self._opens_answers and before[-1]["role"] != "assistant":
+            return self._continue_prompt(conversation, turn, asked)
         unopened = self._render(conversation, before, opened=False)
-        found, probe, _ = self._render(conversation, [*before, PROBE], opened=False).rpartition(PROBE["content"])
+        probed = self._render(conversation, [*before, PROBE], opened=False, checked=False)
+        found, probe, _ = probed.rpartition(PROBE["content"])
         if not probe:
             raise ValueError(f"{conversation.place}: the chat template leaves out an answer")
         if asked == unopened:
             blank = found.removeprefix(asked)
-            return (asked, blank) if found.startswith(asked) and not blank.strip() else (found, "")
+            if not found.startswith(asked):
+                return (found if before[-1]["role"] == "assistant" else asked), ""
+            return (found, "") if blank.strip() else (asked, blank)
         if found.startswith(asked) or asked.startswith(found):  # one of them opens a thought
             return asked, ""
         # The answer before is written in another way where one follows, for example without an empty thought.
@@ -167,12 +174,44 @@ class Renderer:
         place = found.find(opening, max(0, found.rfind(self.ending)))
         return (found if place < 0 else found[: place + len(opening)]), ""
 
+    def _continue_prompt(self, conversation: Conversation, turn: int, asked: str) -> tuple[str, str]:
+        """The prompt that the model would get, and what it writes before the content of an answer: a header.
+
+        A prompt that opens a thought has it closed if the answer has none, as the template writes such an answer.
+        Raises ValueError for an answer with a thought whose prompt has closed one.
+        """
+        message, before = conversation.messages[turn], conversation.messages[:turn]
+        if any(message.get(name) for name in STRUCTURED):
+            return asked, ""  # the template writes these answers
+        if message["content"].lstrip().startswith(OPENED) and asked.rstrip().endswith(CLOSED):
+            raise ValueError(
+                f"{conversation.place}: the answer has a thought, and its prompt has closed it; let the template leave "
+                "it open, for example by --template-option enable_thinking=true"
+            )
+        written = self._find_written(conversation, [*before, PROBE])
+        if _opens_thought(asked):
+            return (asked if CLOSED in message["content"] or not written else written), ""
+        header = written.removeprefix(asked)
+        if not written.startswith(asked) or not TAG.search(header):
+            return asked, ""
+        followed = self._find_written(conversation, [*before, PROBE, ASKED])  # an empty thought may be in the last only
+        return asked, header if followed == written else ""
+
+    def _find_written(self, conversation: Conversation, messages: Sequence[Message]) -> str:
+        """What the template writes before the probe among these messages; "" if it cannot."""
+        with suppress(ValueError):
+            text = self._apply(messages, self.options | conversation.options, opened=False)
+            return text.rpartition(str(PROBE["content"]))[0]
+        return ""
+
     def _write_answer(self, conversation: Conversation, turn: int, prompt: str, finished: bool) -> str:
         """The text of an answer with its ending. Tool calls and thoughts in keys of their own need the template."""
         message = conversation.messages[turn]
         if any(message.get(name) for name in STRUCTURED):
             return self._cut_answer(self._render_answer(conversation, turn, prompt), finished)
         answer = str(message["content"])
+        if _opens_thought(prompt) and answer.lstrip().startswith(OPENED):  # which is opened already
+            answer = answer.lstrip().removeprefix(prompt[prompt.rindex(OPENED) :]).removeprefix(OPENED)
         return answer + self.ending if finished and not answer.endswith(self.ending) else answer
 
     def _render_answer(self, conversation: Conversation, turn: int, prompt: str) -> str:
@@ -187,9 +226,7 @@ class Renderer:
             )
         answer = self._drop_empty_thought(conversation, turn, prompt, whole[len(prompt) :])
         # Thoughts inside of the content may be written in another way.
-        texts = {"content": message["content"].rpartition("</think>")[2]} | {
-            each: message.get(each) for each in THOUGHTS
-        }
+        texts = {"content": message["content"].rpartition(CLOSED)[2]} | {each: message.get(each) for each in THOUGHTS}
         for name, text in texts.items():
             if isinstance(text, str) and text.strip() not in answer:
                 raise ValueError(f"{conversation.place}: the chat template leaves out the {name} of an answer")
@@ -216,8 +253,10 @@ class Renderer:
         ended = shorter.removesuffix(self._after)
         return shorter if followed.startswith(prompt + ended) else answer
 
-    def _render(self, conversation: Conversation, messages: Sequence[Message], opened: bool) -> str:
-        """The text of messages: a prompt with what opens its answer, or without."""
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Message], opened: bool, checked: bool = True
+    ) -> str:
+        """The text of messages: a prompt with what opens its answer, or without. checked: that it has all of them."""
         options = self.options | conversation.options
         try:
             self._refuse_unknown(options, "the row")
@@ -227,7 +266,7 @@ class Renderer:
                 return _join(messages, opened)
             text = self._apply(messages, options, opened)
             for place, message in enumerate(messages):
-                if message["role"] != "assistant" and message["content"].strip() not in text:
+                if checked and message["role"] != "assistant" and message["content"].strip() not in text:
                     changed = [*messages]
                     changed[place] = message | {"content": PROBE["content"]}
                     if self._apply(changed, options, opened) == text:
@@ -270,6 +309,17 @@ class Renderer:
     def _sources(self) -> str:
         template: Any = self.tokenizer.chat_template
         return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+
+
+def _opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends within a thought."""
+    return prompt.rstrip().endswith(OPENED)
+
+
+def _begins_with(answer: str, opening: str) -> bool:
+    """Whether an answer has this opening, or one of its kind: the same tag first."""
+    tag = TAG.search(opening)
+    return answer.startswith(opening) or (tag is not None and answer.lstrip().startswith(tag.group()))
 
 
 RESERVED = frozenset(inspect.signature(Tokenizer.apply_chat_template).parameters)

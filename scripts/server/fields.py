@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -87,17 +85,11 @@ class Fields(Part):
         return self.stream_options or StreamOptions()
 
 
-def read_call(call: Any) -> Any:
-    """A tool call of a message, with its arguments as an object, if they are JSON. Raises ValueError for others."""
-    try:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # other programs' models may have written what is no JSON
-                arguments = json.loads(arguments or "{}")
-        return {**call, "function": {"name": name, "arguments": arguments}}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        form = '{"function": {"name": ..., "arguments": "{...}"}}'
-        raise ValueError(f"messages: a tool call is {form} ({type(error).__name__}: {error})") from error
+def check_call(call: Any) -> None:
+    """Raises ValueError for what is no tool call of a message."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not {"name", "arguments"} <= {*function}:
+        raise ValueError('messages: a tool call is {"function": {"name": ..., "arguments": "{...}"}}')
 
 
 class ChatFields(Fields):
@@ -170,7 +162,7 @@ class ChatFields(Fields):
 
     @staticmethod
     def _read(message: dict[str, Any]) -> dict[str, Any]:
-        """A message as chat templates read it: without keys that are None, with a call's arguments as an object.
+        """A message as chat templates read it: without keys that are None.
 
         "developer" is OpenAI's newer word for "system".
         """
@@ -180,7 +172,8 @@ class ChatFields(Fields):
         if calls := kept.get("tool_calls"):
             if not isinstance(calls, list):
                 raise ValueError("messages: tool_calls are a list")
-            kept["tool_calls"] = [read_call(call) for call in calls]
+            for call in calls:
+                check_call(call)
         return kept
 
 

@@ -59,7 +59,9 @@ def _read_parquet(path: str) -> list[tuple[int, dict[str, Any]]]:
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise ValueError(f"{path}: pip install pyarrow reads .parquet files, or give a .jsonl file") from error
-    return [*enumerate(read_table(path).to_pylist(), start=1)]
+    table = read_table(path).to_pylist()  # each row has all columns
+    rows = ({name: value for name, value in row.items() if value is not None} for row in table)
+    return [*enumerate(rows, start=1)]
 
 
 def ask(turns: list[str], place: str) -> Conversation:

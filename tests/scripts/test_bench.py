@@ -417,6 +417,14 @@ def test_questions_of_published_files(
     assert [read.conversation.messages[0]["content"], *read.conversation.later] == turns
 
 
+def test_rows_of_a_table_lack_what_has_no_value(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "Hi", "messages": None}, {"prompt": None, "messages": [{"role": "user", "content": "Yo"}]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = read_conversations(str(tmp_path / "rows.parquet"))
+    assert [each.messages[0]["content"] for each in read] == ["Hi", "Yo"]
+
+
 def test_speed_bench_without_its_texts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\n{question}"
     row = {"question_id": "9f", "category": "math", "sub_category": "x", "turns": [missing]}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.chat_templates import CHATML, GEMMA, HEADERS, LLAMA3, MISTRAL, QWEN3, ZEPHYR, make_tokenizer
+from tests.support.tokenizers import byte_level
 from training.conversations import read_conversation
 from training.data import make_examples
 from training.rendering import Renderer
@@ -209,3 +210,73 @@ def test_answers_without_a_template_are_apart() -> None:
         "hiyo\n\nno<|im_end|>",
         "hiyo\n\nno\n\nokso<|im_end|>",
     ]
+
+
+BEGINS = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% elif m.role == 'tool' %}{{ m.content }}"
+)
+HEADED = (  # gpt-oss's headers: the model chooses a channel itself
+    BEGINS + "{% else %}<start>assistant<channel>final<message>{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant{% endif %}"
+)
+OPENING = (  # Qwen3.5's: prompts open a thought, and answers without one have an empty one
+    BEGINS + "{% else %}<bot>\n{% if '</think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>\n<think>\n{% if closed %}{{ '\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+STRIPPING = OPENING.replace("<think>\n\n</think>\n\n", "", 1)  # R1's: earlier answers have no thought at all
+
+
+def split(template: str, content: str, **row: Any) -> list[str]:
+    """The prompt and the answer of a conversation of one question."""
+    tokenizer: Any = byte_level()
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    tokenizer.chat_template = template
+    read = read_conversation({"messages": [user(), answer(content)], **row}, "here", answered=True)
+    (text,) = Renderer(tokenizer).encode_answers(read, finished=True)
+    return [tokenizer.decode(part) for part in text]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "prompt", "written"),
+    [
+        (HEADED, "yo", "<user>hi<start>assistant", "<channel>final<message>yo</s>"),
+        (HEADED, "<channel>other<message>yo", "<user>hi<start>assistant", "<channel>other<message>yo</s>"),
+        (OPENING, "yo", "<user>hi<bot>\n<think>\n\n</think>\n\n", "yo</s>"),
+        (OPENING, "<think>\nHm\n</think>\n\nyo", "<user>hi<bot>\n<think>\n", "Hm\n</think>\n\nyo</s>"),
+        (OPENING, "Hm\n</think>\n\nyo", "<user>hi<bot>\n<think>\n", "Hm\n</think>\n\nyo</s>"),
+        (STRIPPING, "yo", "<user>hi<bot>\n", "yo</s>"),
+        (STRIPPING, "<think>Hm</think>yo", "<user>hi<bot>\n<think>\n", "Hm</think>yo</s>"),
+    ],
+)
+def test_headers_and_thoughts_that_a_prompt_does_not_have(
+    template: str, content: str, prompt: str, written: str
+) -> None:
+    assert split(template, content) == [prompt, written]
+
+
+def test_a_thought_after_a_closed_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"here: the answer has a thought, and its prompt has closed it"):
+        split(OPENING, "<think>\nHm\n</think>\n\nyo", chat_template_kwargs={"closed": True})
+    assert split(OPENING, "yo", chat_template_kwargs={"closed": True})[0].endswith("<think>\n\n</think>\n\n")
+
+
+def test_arguments_of_calls_may_be_json_text() -> None:
+    """As OpenAI's API has them. What is no object stays text."""
+    written = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [user(), answer(None, tool_calls=[written]), RESULT, answer()]
+    assert read(QWEN3, messages) == read(QWEN3, [user(), call(), RESULT, answer()])
+    for text, expected in (("", {}), ("[1]", "[1]"), ('{"x"', '{"x"')):
+        row = {"messages": [user(), answer(None, tool_calls=[{"name": "f", "arguments": text}])]}
+        (found,) = read_conversation(row, "here", answered=True).messages[1]["tool_calls"]
+        assert found["arguments"] == expected
+
+
+def test_a_template_that_leaves_out_the_system_message_of_an_answered_question() -> None:
+    """Mistral Nemo's writes it before a question that is to be answered only."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST]{% if loop.last and messages[0].role == 'system' %}"
+        "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
+        "{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    assert split(template, "yo", system="Be brief.") == ["[INST]Be brief.\n\nhi[/INST]", "yo</s>"]

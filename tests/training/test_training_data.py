@@ -139,6 +139,26 @@ def test_tools_and_options_are_given_to_the_template(tokenizer: Any, tmp_path: P
     ]
 
 
+def test_empty_lists_of_tools_and_blank_systems_are_none(tokenizer: Any) -> None:
+    """Tables have the keys of all rows."""
+    tokenizer.chat_template = "{% if tools is not none %}T {% endif %}" + ENDING
+    row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "system": ""}
+    for tools in ("[]", []):
+        (example,) = make_examples(read_conversation(row | {"tools": tools}, "here", True), Renderer(tokenizer))
+        assert spell(example, tokenizer) == ["u:hi a:yo</s>", ["yo</s>"]]
+
+
+@pytest.mark.parametrize("more", [{"prompt": "hi"}, {"response": "yo", "instruction": "hi"}])
+def test_rows_that_repeat_a_question_or_an_answer_of_their_messages(more: dict[str, Any]) -> None:
+    """As UltraChat's and Magpie's do."""
+    row = chat(*TURNS[:2])
+    assert read_conversation(row | more, "here", True).messages == read_conversation(row, "here", True).messages
+    other = dict.fromkeys(more, "other")
+    reason = 'here are "prompt" and "messages"' if "prompt" in more else '"response" answers a "prompt"'
+    with pytest.raises(ValueError, match=reason):
+        read_conversation(row | other, "here", True)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "trained"),
     [
