@@ -90,7 +90,7 @@ class Batch:
         done = Step(self.target, requests, kept, accepted.tokens, accepted.path, tree, verdict.logits)
         done.states, self.last = verdict.features, done
         chunks = self._deliver(done, accepted, seconds)
-        if self.drafting.adaptive:
+        if self.drafting.adaptive and self.session is not None and self.session.is_warm:
             sizes = accepted.sizes
             nodes = step.given + (sum(sizes) / len(sizes) if self.target.passes_flat else max(sizes))
             self.target.learn_cost(step.sequences, nodes, seconds.target + seconds.accept + seconds.rest)

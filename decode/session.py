@@ -46,6 +46,8 @@ class Verdict:
 class Steps(Protocol):
     """What makes the passes of a session on its device, with a KV cache of its own."""
 
+    is_warm: bool  # the last pass took no longer than later ones of its shape
+
     @property
     def cache(self) -> KVCache: ...
 
@@ -92,6 +94,11 @@ class Session:
     def lengths(self) -> list[int]:
         """The number of committed tokens of each row."""
         return self.cache.lengths if self.states is None else [*map(add, self.cache.lengths, self.count_given())]
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the last pass took no longer than later ones will."""
+        return self.steps is None or self.steps.is_warm
 
     def count_given(self) -> list[int]:
         """How many committed tokens of each row the next pass computes once more; see `decode.recurrent`."""

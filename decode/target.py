@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 from os import PathLike
 from typing import Any, Self
@@ -72,8 +73,12 @@ class Target:
         check_switches(in_place=in_place)
         model = unwrap(model)
         refuse_unsupported(model)
-        own, mode = (model, accelerate) if in_place else _copy_for(model, accelerate)
-        self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
+        device = model.device.type
+        can_cast = torch.amp.autocast_mode.is_autocast_available(device)
+        # The model is compared with copies and with itself, which is allowed the rounding of its own dtype.
+        with torch.autocast(device, enabled=False) if can_cast else nullcontext():
+            own, mode = (model, accelerate) if in_place else _copy_for(model, accelerate)
+            self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
         self.watch, self._shares_all = ModelWatch(model), own is model
         self._adapted: WeakValueDictionary[str, Target] = WeakValueDictionary()  # what `adapt` has returned
 

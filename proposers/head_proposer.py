@@ -129,8 +129,9 @@ class HeadProposer(TreeProposer):
         matrix = target.output_matrix
         if not head.outputs or (before is not None and before[0] == now[0]):  # new, or the same model has changed
             head.borrow(matrix, target.output_bias)
+            self._graphs = DraftGraphs()  # those there are read the matrix before
             if head.outputs:
-                head.outputs, self._graphs = pack_outputs(head), DraftGraphs()
+                head.outputs = pack_outputs(head)
         elif not torch.equal(head.borrowed, head.drafted_rows(matrix).to(head.borrowed)):
             raise ValueError("this proposer was prepared for another target's output matrix; load it again")
         self._borrowed_from = now

@@ -44,6 +44,7 @@ class FixedSteps:
         self.pool, self.check_pool = self._backend.make_pool(), self._backend.make_pool()
         self.checks: dict[Hashable, Captured[dict[str, Tensor]]] = {}
         self._graphs: dict[Hashable, Captured[Verdict]] = {}
+        self.is_warm = False
         self._states: list[ref[Tensor]] = []  # of the KV cache that the graphs use
 
     @property
@@ -75,6 +76,7 @@ class FixedSteps:
             forget_oldest(graphs)
             buffers = {name: make_buffer(name, tensor, rows, nodes) for name, tensor in inputs.items()}
             graphs[key] = Captured(self.pool, buffers)
+        self.is_warm = graphs[key].is_warm
         verdict = graphs[key].run(partial(compute_step, session, levels=levels, kind=kind, seen=seen), inputs)
         if self.pool is not None and self.pool.fault is not None:
             session.target.has_graphs = False  # the next batch's session pads nothing

@@ -30,12 +30,16 @@ class GraphPool(ABC):
 class Captured(Generic[Result]):
     """Calls of a function with tensors of one shape: buffers for these, and a graph that reads the buffers.
 
-    Without a pool, and if capturing fails, the function runs as it is.
+    Without a pool, and if capturing fails, the function runs as it is. is_warm: the next call is as fast as later ones.
     """
 
     def __init__(self, pool: GraphPool | None, buffers: Mapping[str, Tensor]) -> None:
-        self.buffers, self._pool, self._is_warm = buffers, pool, False
+        self.buffers, self._pool, self._has_run = buffers, pool, False
         self._captured: tuple[Callable[[], None], Result] | None = None
+
+    @property
+    def is_warm(self) -> bool:
+        return self._has_run and (self._captured is not None or self._pool is None or self._pool.fault is not None)
 
     def run(self, function: Callable[[Mapping[str, Tensor]], Result], inputs: Mapping[str, Tensor]) -> Result:
         """The function's result for the inputs, which may be smaller than their buffers.
@@ -46,10 +50,10 @@ class Captured(Generic[Result]):
         """
         for name, tensor in inputs.items():
             self.buffers[name][tuple(map(slice, tensor.shape))].copy_(tensor)
-        if self._captured is None and self._is_warm and self._pool is not None and self._pool.fault is None:
+        if self._captured is None and self._has_run and self._pool is not None and self._pool.fault is None:
             self._captured = self._pool.capture(partial(function, self.buffers))
             self._pool = None  # one attempt is enough
-        self._is_warm = True
+        self._has_run = True
         if self._captured is None:
             return function(self.buffers)
         replay, result = self._captured

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from decode.devices.transfer import copy_packed
 from decode.trees.tree import Tree
 
 T = TypeVar("T")
@@ -163,6 +164,7 @@ def forbid(logits: Tensor, allowed: Mapping[int, Tensor]) -> Tensor:
     if not allowed:
         return logits
     logits = logits.clone()
+    masks = copy_packed({str(row): ~mask for row, mask in allowed.items()}, logits.device)
     for row, mask in allowed.items():
-        logits[row, : len(mask)].masked_fill_(~mask.to(logits.device), -torch.inf)
+        logits[row, : len(mask)].masked_fill_(masks[str(row)], -torch.inf)
     return logits

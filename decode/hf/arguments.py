@@ -121,6 +121,32 @@ def refuse_settings(model: PreTrainedModel, config: GenerationConfig, processors
             raise ValueError(f"speculate cannot honour {type(processor).__name__}: {reason}")
 
 
+def refuse_replaced(model: PreTrainedModel) -> None:
+    """Raise ValueError for what changes inputs of the model's forward passes from outside: there are other passes here.
+
+    peft's prompt learning puts a method of its own in the model, and its `adapter_names` hooks in the layers.
+    """
+    replaced = vars(model).get("prepare_inputs_for_generation")
+    if replaced is not None and getattr(replaced, "__self__", None) is not model:
+        raise ValueError(
+            "prepare_inputs_for_generation of this model was replaced, as by a prompt-learning adapter of peft; "
+            "speculate calls the model without it: use an adapter within layers, such as LoRA"
+        )
+    hooks = [
+        (module._forward_pre_hooks, key)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if "adapter_names" in getattr(hook, "keywords", ())
+    ]
+    for known, key in hooks:  # peft does not remove them after an error
+        del known[key]
+    if hooks:
+        raise ValueError(
+            "speculate cannot honour adapter_names; decode the rows of each adapter alone, or add requests to an "
+            "engine: Engine.add(..., adapter=...)"
+        )
+
+
 def _unknown_settings(config: GenerationConfig) -> Iterator[str]:
     """Settings and arguments that only a later transformers has, if they are not at their default."""
     filled: dict[str, Any] = GenerationConfig._get_default_generation_params()

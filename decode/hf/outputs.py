@@ -52,19 +52,20 @@ def make_output(
             rows = [call.ended[row].cache for row in range(len(counts))]
             write_cache(prompts.cache, rows, prompts.past, prompts.columns + new - 1)
         every = _run_again(model, prompts, sequences, new, before, wanted) if wanted else {}
-    output = GenerateDecoderOnlyOutput(sequences=sequences)
-    setattr(output, find_cache_name(GenerateDecoderOnlyOutput), prompts.cache)
+    fields: dict[str, Any] = {"sequences": sequences}  # an output keeps the class's order
     if wants_logits:
         steps = torch.stack(logits, dim=1).to(sequences.device).unbind()  # T of [B, V]
         if config.output_scores:
             ends = range(sequences.shape[1] - new, sequences.shape[1])
             # As transformers does, so that the scores are the same where processors change the logits themselves.
-            output.scores = tuple(processors(sequences[:, :end], step) for end, step in zip(ends, steps, strict=True))
-        output.logits = steps if config.output_logits else None
+            fields["scores"] = tuple(
+                processors(sequences[:, :end], step) for end, step in zip(ends, steps, strict=True)
+            )
+        fields["logits"] = steps if config.output_logits else None
     read = prompts.columns - prompts.past
     for name in wanted:
-        setattr(output, name, _split(every[name], read, new, config.use_cache, is_attention=name == "attentions"))
-    return output
+        fields[name] = _split(every[name], read, new, config.use_cache, is_attention=name == "attentions")
+    return GenerateDecoderOnlyOutput(**fields, **{find_cache_name(GenerateDecoderOnlyOutput): prompts.cache})
 
 
 @torch.inference_mode()  # as in the loop

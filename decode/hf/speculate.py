@@ -26,6 +26,7 @@ from decode.hf.arguments import (
     find_generate_argument,
     make_stop_criteria,
     refuse_inputs,
+    refuse_replaced,
     refuse_settings,
     split_criteria,
 )
@@ -84,6 +85,7 @@ def speculate(
     streamer, tokenizer = (inputs.pop(name, None) or find_generate_argument(name) for name in ("streamer", "tokenizer"))
     check_proposer(proposer)
     refuse_unsupported(model)
+    refuse_replaced(model)
     refuse_settings(model, generation_config, logits_processor)
     refuse_inputs(model, inputs)
     prompts = read_prompts(input_ids, drop_ignored(model, inputs), generation_config)

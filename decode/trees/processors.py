@@ -5,16 +5,17 @@ Shapes: L tokens of a prefix, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
+    PreTrainedTokenizerBase,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -69,14 +70,27 @@ def copy_processor(processor: LogitsProcessor) -> LogitsProcessor:
 
 
 def copy_own(made: Any, advice: str = "make one for each request: Sampling(processors=lambda id: [...])") -> Any:
-    """A deep copy of a user's processor or criterion. Raises ValueError, with this advice, if it cannot be copied."""
+    """A deep copy of a user's processor or criterion, which shares its models and tokenizers.
+
+    Raises ValueError, with this advice, if it cannot be copied.
+    """
     try:
-        return deepcopy(made)
+        return deepcopy(made, {id(part): part for part in _list_shared(made)})
     except Exception as error:  # each type has errors of its own
         raise ValueError(
             f"{type(made).__name__} may keep state, so each request needs its own, but it cannot be copied "
             f"({type(error).__name__}: {error}); {advice}"
         ) from error
+
+
+def _list_shared(made: Any, depth: int = 3) -> Iterator[nn.Module | PreTrainedTokenizerBase]:
+    """The models and tokenizers among the attributes of an object, or in its lists and dictionaries."""
+    parts = made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else vars(made).values()
+    for part in parts:
+        if isinstance(part, nn.Module | PreTrainedTokenizerBase):
+            yield part
+        elif depth and (hasattr(part, "__dict__") or isinstance(part, dict | list | tuple)):
+            yield from _list_shared(part, depth - 1)
 
 
 class AnswerProcessor(ProcessorGroup):

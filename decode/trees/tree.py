@@ -134,7 +134,7 @@ class Tree:
 
     def limit(self, nodes: Sequence[int]) -> Tree:
         """Only the first `nodes[b]` nodes of row b."""
-        limits = torch.tensor(nodes).to(self.tokens.device)
+        limits = copy_packed({"nodes": torch.tensor(nodes)}, self.tokens.device)["nodes"]
         tree = self.first(max(nodes))
         sizes = tree.sizes.minimum(limits)
         real = torch.arange(tree.width, device=sizes.device) < sizes[:, None]

@@ -26,19 +26,19 @@ def retokenize(draft: Draft, step: Step, texts: ReadTexts, nodes: int) -> Draft:
 
     A node's score is that of the draft token with its last byte.
     """
-    assert draft.largest.scores is not None and texts.vocabulary is not None
-    numbers = torch.stack(
-        [draft.largest.tokens.double(), draft.largest.parents.double(), draft.largest.scores.double()]
-    )
+    found = draft.largest
+    assert found.scores is not None and texts.vocabulary is not None
+    parts = found.tokens, found.parents, found.scores, found.sizes[:, None].expand_as(found.tokens)
+    numbers = torch.stack([part.double() for part in parts])
     rows = []
-    for row, (tokens, parents, scores) in enumerate(read(numbers).transpose(0, 1).tolist()):
+    for row, (tokens, parents, scores, sizes) in enumerate(read(numbers).transpose(0, 1).tolist()):
         before, partial = step.sequences[row][-BEFORE:], texts.find_unread(row)
         drafted = [
             DraftToken(int(token), int(parent), score)
             for token, parent, score in zip(tokens, parents, scores, strict=True)
         ]
         branches = Branches(texts.vocabulary, before, partial)
-        branches.add_paths(drafted[: int(draft.largest.sizes[row])])
+        branches.add_paths(drafted[: int(sizes[0])])
         rows.append(branches.nodes)
     return Draft.of_rows(step.bonus, rows, nodes, draft)
 

@@ -12,11 +12,11 @@ from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermark
 
 import decode
 from decode import Answer, Proposer, Sampling, Target
-from decode.trees.processors import AnswerProcessor
+from decode.trees.processors import AnswerProcessor, copy_processor
 from proposers import DraftProposer, NGramProposer
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
-from tests.support.speculating import BATCH, MAKERS, MASK, generate
+from tests.support.speculating import BATCH, MAKERS, MASK, generate, make_tokenizer
 
 PROMPTS = [[5, 9, 5, 9, 5], [7, 8, 9], [20, 21, 20, 21]]
 
@@ -253,3 +253,18 @@ class Wrong(LogitsProcessor):
 def test_what_has_no_row_for_each_is_refused(target: Target, processor: LogitsProcessor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(target.model, BATCH, logits_processor=[processor], attention_mask=MASK)
+
+
+def test_copies_share_models_and_tokenizers() -> None:
+    class Holder(LogitsProcessor):
+        def __init__(self) -> None:
+            self.model, self.parts, self.seen = torch.nn.Linear(2, 2), {"tokenizers": [make_tokenizer()]}, [0]
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.seen.append(1)
+            return scores
+
+    made = Holder()
+    copied: Any = copy_processor(made)
+    assert copied is not made and copied.model is made.model and copied.seen is not made.seen
+    assert copied.parts is not made.parts and copied.parts["tokenizers"][0] is made.parts["tokenizers"][0]

@@ -68,7 +68,7 @@ def make_head(kind: str, target: Target, *, seed: int = 0, prefix: bool = False,
     if head.output == "target":
         head.borrow(target.output_matrix, target.output_bias)
     if kind == "flashmap":
-        head.draw(target.embedding_matrix)
+        head.draw(target.embedding_matrix.cpu())
     return head
 
 

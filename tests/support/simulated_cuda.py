@@ -49,6 +49,8 @@ READS_SIZES = name_ops("nonzero masked_select _unique2 unique_dim repeat_interle
 HAS_KERNEL = name_ops("scaled_dot_product_attention _fused_rms_norm")  # on a GPU; composed of others on a CPU
 COPIES_DEVICE = aten.to.other, aten.type_as.default  # from a tensor
 INDEXES = name_ops("index index_put_ index_put _index_put_impl_")
+# All others refuse tensors on two devices, but for single numbers.
+TAKES_BOTH = INDEXES | name_ops("copy_ _to_copy to type_as equal set_ _has_compatible_shallow_copy_type")
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,10 @@ def run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(args[0], CudaTensor) and any(isinstance(index, CudaTensor) for index in args[1]):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
         note_indices(traits.name, args[1])
+    elif from_cuda and traits.name not in TAKES_BOTH:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if len({isinstance(tensor, CudaTensor) for tensor in tensors}) > 1:
+            raise RuntimeError(f"Expected all tensors to be on the same device ({traits.name})")
     if device is not None:
         named = {**named, "device": torch.device("cpu")}
     result = func(*held, **named)

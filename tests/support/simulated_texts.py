@@ -23,16 +23,18 @@ from proposers import (
     DFlashProposer,
     DraftProposer,
     EagleProposer,
+    FlashMapProposer,
     HydraProposer,
     JumpProposer,
     MedusaProposer,
     MergedProposer,
+    MultiTokenProposer,
     NGramProposer,
     PEagleProposer,
 )
 from tests.decode.test_broken_drafts import PaddedTrees
 from tests.decode.test_lossless import Adversary
-from tests.support.drafting import make_head
+from tests.support.drafting import Recorder, make_head
 from tests.support.models import VOCABULARY, tiny
 from tests.support.simulated_cuda import recorded_graphs, simulate, to_cuda
 
@@ -93,6 +95,8 @@ def make_proposers(target: Target) -> dict[str, Proposer]:
         "jump": JumpProposer(head("jump"), depth=3, nodes=9),
         "peagle": PEagleProposer(head("peagle"), nodes=9),
         "dflash": DFlashProposer(head("dflash"), nodes=9),
+        "flashmap": FlashMapProposer(head("flashmap"), nodes=9),
+        "multi-token": MultiTokenProposer(head("multi-token"), nodes=9),
         "dflash adaptive": DFlashProposer(head("dflash")),
         "garbage": OnDevice(Adversary(1)),
         "wrong root": OnDevice(NGramProposer(length=1), spoil_root),
@@ -170,6 +174,24 @@ def list_joined_faults(accelerate: str) -> Iterator[str]:
             yield f"request {request.request_id} of several that begin together"
 
 
+def drafts_follow_weights() -> bool:
+    """Whether a head drafts by the output matrix that it borrows, after that has changed."""
+    target, found = make_target("llama", cuda=True, accelerate="graphs"), []
+    head = to_cuda(make_head("medusa", target, output="target", draft_size=32))
+    kept = MedusaProposer(head, nodes=9)
+    for change in (False, True):
+        if change:
+            with torch.no_grad():
+                weight = target.model.get_output_embeddings().weight
+                weight.copy_(weight.flip(0))
+            target.weights_changed()
+        for proposer in (kept, MedusaProposer(head, nodes=9)):
+            recorder = Recorder(proposer)
+            generate(target, PROMPTS[:1], recorder, max_new_tokens=20, stop_ids=[])
+            found.append(recorder.drafted)
+    return found[0] == found[1] and found[2] == found[3] and found[1] != found[3]
+
+
 def wait(*_: Any) -> None:
     torch.ones(1, device="cuda").tolist()
 
@@ -190,6 +212,8 @@ def list_graph_faults(notices: Sequence[str]) -> Iterator[str]:
         yield "trees that are padded beyond the budget"
     if notices:
         yield f"a graph could not be captured: {notices}"
+    if not drafts_follow_weights():
+        yield "drafts by the output matrix of earlier weights"
     with target.model.register_forward_pre_hook(wait):
         if decode(target, None, Sampling()) != decode(other, None, Sampling()):
             yield "a model that waits for the device"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode import Sampling, Session, Target, Tree
+from decode import Sampling, Session, Target, Tree, generate
 from decode.cuda import backend as cuda
 from decode.cuda.fixed_steps import FixedSteps
 from decode.cuda.graph import CudaGraphPool
@@ -19,6 +19,7 @@ from decode.devices.graph import Captured, round_up
 from decode.prefill import read_texts
 from decode.trees.accept import accept, unpack
 from decode.trees.noise import KEY_NAMES, TEXT, row_keys
+from proposers import MergedProposer
 from tests.decode.models.test_tree_attention import as_on_gpu
 from tests.support.drafting import tree_of_rows
 from tests.support.models import tiny
@@ -147,3 +148,26 @@ def test_what_cannot_be_captured_runs_as_it_is(error: type[RuntimeError]) -> Non
 def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ValueError, match="need a CUDA device"):
         Target(tiny("llama"), accelerate="graphs")
+
+
+def test_calls_before_a_graph_is_replayed_tell_nothing_of_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool(graph.GraphPool):
+        def capture(self, function: Any) -> Any:
+            return (lambda: None), function()
+
+    found = Captured[Tensor](Pool(), {"x": torch.zeros(2)})
+    warm = []
+    for _ in range(4):
+        warm.append(found.is_warm)
+        found.run(lambda buffers: buffers["x"] + 1, {"x": torch.ones(2)})
+    assert warm == [False, False, True, True]
+    alone = Captured[Tensor](None, {"x": torch.zeros(2)})
+    alone.run(lambda buffers: buffers["x"] + 1, {"x": torch.ones(2)})
+    assert alone.is_warm
+    learned = list[float]()
+    target = Target(tiny("llama"))
+    monkeypatch.setattr(target, "learn_cost", lambda *args: learned.append(args[1]))
+    for is_warm, count in ((False, 0), (True, 6)):
+        monkeypatch.setattr(Session, "is_warm", is_warm)
+        generate(target, [[5, 9, 5, 9]], MergedProposer(), max_new_tokens=7, stop_ids=[])
+        assert bool(learned) == bool(count)

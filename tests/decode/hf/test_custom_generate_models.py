@@ -7,8 +7,10 @@ import weakref
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import decode.target
+from decode import speculate
 from proposers import NGramProposer
 from tests.support.models import tiny
 from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate
@@ -71,3 +73,42 @@ def test_the_model_is_left_as_it_was(accelerate: str) -> None:
     before = snapshot()
     generate(model, BATCH, NGramProposer(), attention_mask=MASK, do_sample=True, accelerate=accelerate)
     assert snapshot() == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_inputs_that_peft_changes_from_outside_are_refused() -> None:
+    given = {"input_ids": PROMPT, "max_new_tokens": NEW, "custom_generate": speculate}
+    learned = get_peft_model(
+        tiny("llama", dtype=torch.float64), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    with pytest.raises(ValueError, match="was replaced, as by a prompt-learning adapter of peft"):
+        learned.eval().generate(**given)
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny("llama", dtype=torch.float64), lora, adapter_name="a")
+    model.add_adapter("b", lora)
+    model = model.eval().double()
+    expected = model.generate(input_ids=PROMPT, max_new_tokens=NEW).tolist()
+    for accelerate in ("off", "packed"):
+        assert model.generate(**given, accelerate=accelerate).tolist() == expected
+        with pytest.raises(ValueError, match=r"cannot honour adapter_names; .*Engine.add"):
+            model.generate(**given, accelerate=accelerate, adapter_names=["b"])
+        assert model.generate(**given, accelerate=accelerate).tolist() == expected
+        assert model.generate(input_ids=PROMPT, max_new_tokens=NEW).tolist() == expected
+
+
+def test_a_replaced_method_is_refused() -> None:
+    model = tiny("llama", dtype=torch.float64)
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: {}
+    with pytest.raises(ValueError, match="prepare_inputs_for_generation of this model was replaced"):
+        generate(model)
+
+
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_autocast_refuses_no_model(accelerate: str) -> None:
+    """Whether its first call is within it or not."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first = generate(tiny("llama", dtype=torch.float32), accelerate=accelerate)
+        known = tiny("llama", dtype=torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            generate(known, accelerate=accelerate)
+        assert generate(known, accelerate=accelerate).tolist() == first.tolist()

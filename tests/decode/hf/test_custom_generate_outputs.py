@@ -134,6 +134,17 @@ def test_a_cache_that_does_not_fit_is_refused(model: PreTrainedModel) -> None:
 # Scores and logits
 
 
+def test_the_fields_are_in_transformers_order() -> None:
+    """As tuples, outputs tell them by their place."""
+    model = tiny("llama", dtype=torch.float64)
+    names = ("output_scores", "output_logits", "output_hidden_states", "return_dict_in_generate")
+    wanted = {"max_new_tokens": 3, **dict.fromkeys(names, True)}
+    expected = model.generate(PROMPT, **wanted)
+    found = generate(model, **wanted)
+    assert [*found] == [*expected] and len(found.to_tuple()) == len(expected.to_tuple())
+    assert torch.equal(found[1][0], expected[1][0])
+
+
 @pytest.mark.parametrize("ids", BATCHES.values(), ids=BATCHES)
 def test_greedy_scores_are_those_of_generate(model: PreTrainedModel, proposer: Proposer, ids: Tensor) -> None:
     for settings in ({}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}, {"output_logits": False}):
