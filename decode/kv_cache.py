@@ -148,7 +148,7 @@ class KVCache(Cache):
         """Let layers see as many rows as there are. New ones are allocated for as many again: few joins allocate."""
         rows = self._round_rows(len(self.lengths))
         for block in self.blocks:
-            have = block.keys.shape[1]
+            have = min(block.keys.shape[1], block.values.shape[1])  # after a lack of memory one may have more
             if rows > have:
                 block.allocate(max(rows, 2 * have), self.capacity, self.lengths)
             block.rows = rows

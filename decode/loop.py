@@ -129,7 +129,21 @@ class Batch:
         return None if self.prefixes is None else self.prefixes.find(self.target, prompt, self.list_texts())
 
     def join(self, reading: Reading, read: Read) -> list[Chunk]:
-        """Add rows for requests whose prompts are read, and choose their first tokens."""
+        """Add rows for requests whose prompts are read, and choose their first tokens.
+
+        After an error, which may be a lack of memory, the others can go on.
+        """
+        session, last = self.session, self.last
+        rows = 0 if session is None else len(session.lengths)
+        try:
+            return self._join(reading, read)
+        except RuntimeError:
+            self.session, self.last = session, last
+            if session is not None:
+                session.select(range(rows))
+            raise
+
+    def _join(self, reading: Reading, read: Read) -> list[Chunk]:
         requests, seconds, (logits, features) = reading.requests, reading.seconds, read
         if self.session is None and reading.session is self._own and reading.is_whole:
             self.session = self._own

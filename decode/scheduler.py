@@ -121,6 +121,10 @@ class Scheduler:
             try:
                 reading = self._reading = self._reading or self._begin_reading(requests, most)
                 read, seconds = reading.read_part()
+                assert self._batch is not None
+                for request in self._batch.requests:  # they have waited for it
+                    request.stats.seconds.target += seconds
+                joined = [] if read is None else self._batch.join(reading, read)
             except RuntimeError as error:  # `torch.OutOfMemoryError` is one
                 if not lacks_memory(error):
                     raise
@@ -129,12 +133,9 @@ class Scheduler:
                 self._release()
                 chunks += [self.end(request, "error", error) for request in requests]
                 continue
-            assert self._batch is not None
             left -= max(reading.tokens - before, 1)
-            for request in self._batch.requests:  # they have waited for it
-                request.stats.seconds.target += seconds
+            chunks += joined
             if read is not None:
-                chunks += self._batch.join(reading, read)
                 self._reading = None
                 self._release()
         return chunks

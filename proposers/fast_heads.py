@@ -110,9 +110,13 @@ class DraftGraphs:
     """
 
     def __init__(self) -> None:
+        self._pool: GraphPool | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs."""
         self._holds_for: tuple[Any, Tensor | None] = None, None
         self._captured: dict[Hashable, Captured[Draft]] = {}
-        self._pool: GraphPool | None = None
 
     def run(
         self,

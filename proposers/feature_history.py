@@ -53,6 +53,10 @@ class FeatureHistory:
         else:
             self.cache = self.make_cache(rows)
 
+    def drop_unread(self) -> None:
+        """Free the features that the head has not read. A new batch begins."""
+        self._unread, self.unread_counts = [], []
+
     def make_cache(self, rows: int) -> LayerCache:
         """An empty cache for the head's layers."""
         return LayerCache(rows, attend_like_target, self.window)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
 
 from decode import Sampling, Step, Target
+from decode.devices.backend import find_backend
 from decode.trees.sampling import group_rows
 from heads.layer_cache import LayerCache
 from heads.vocabulary import VocabularyHead
@@ -23,6 +24,11 @@ from proposers.fast_heads import DraftGraphs, pack_head, pack_outputs
 from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures, pick_last
 from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
+
+
+def _put_back(spare: list[tuple[FeatureHistory, DraftGraphs]], history: FeatureHistory, graphs: DraftGraphs) -> None:
+    history.drop_unread()
+    spare.append((history, graphs))
 
 
 class HeadProposer(TreeProposer):
@@ -79,6 +85,7 @@ class HeadProposer(TreeProposer):
         # The model whose output matrix the head uses, if it has no own, and what tells the version of its weights.
         self._borrowed_from: tuple[ref[Any], ref[Any], str | None, int] | None = None
         self._graphs = DraftGraphs()
+        self._spare: list[tuple[FeatureHistory, DraftGraphs]] = []  # of renewed proposers that are gone, on a GPU
         self._prepared_for: torch.device | None = None  # where its packed layers run
 
     @property
@@ -96,15 +103,22 @@ class HeadProposer(TreeProposer):
         return sum(counts) / len(counts) if counts else 0.0
 
     def renew(self) -> Self:
+        """See `TreeProposer`. On a GPU, graphs and the cache that they write to go on to the next one."""
         fresh = super().renew()
-        fresh._history, fresh._graphs = FeatureHistory(self._history.window), DraftGraphs()
+        try:
+            fresh._history, fresh._graphs = self._spare.pop()
+        except IndexError:
+            fresh._history, fresh._graphs = FeatureHistory(self._history.window), DraftGraphs()
+        if find_backend(next(self.head.parameters()).device).waits:
+            finalize(fresh, _put_back, self._spare, fresh._history, fresh._graphs)
         return fresh
 
     def prepare(self, target: Target) -> Self:
         """Draft with a faster copy of the head (`proposers.fast_heads`), bound to the target. Returns itself."""
         self.begin(target)
         if not self.head.outputs:
-            self.head, self._graphs, self._prepared_for = pack_head(self.head), DraftGraphs(), target.device
+            self.head, self._prepared_for = pack_head(self.head), target.device
+            self._graphs.forget()
         return self
 
     def check(self, target: Target) -> None:
@@ -129,7 +143,7 @@ class HeadProposer(TreeProposer):
         matrix = target.output_matrix
         if not head.outputs or (before is not None and before[0] == now[0]):  # new, or the same model has changed
             head.borrow(matrix, target.output_bias)
-            self._graphs = DraftGraphs()  # those there are read the matrix before
+            self._graphs.forget()  # they read the matrix before
             if head.outputs:
                 head.outputs = pack_outputs(head)
         elif not torch.equal(head.borrowed, head.drafted_rows(matrix).to(head.borrowed)):

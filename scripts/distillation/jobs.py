@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode import Answer, Engine, Sampling
+from decode.devices.user_cache import print_notice_once
 from decode.requests.detokenizer import decode
 from draftless_commands.shared.prompts import read_conversations
 from training.conversations import TEMPLATE_KEYS, Conversation
@@ -129,7 +130,8 @@ def _ask(job: Job, engine: Engine, renderer: Renderer, max_new_tokens: int, seed
     """Add a job's next question to the engine. Returns the reason if that cannot be done."""
     try:
         prompt = renderer.encode(job.conversation)
-    except ValueError:  # it may refuse what the model wrote, or a role
+    except ValueError as error:  # it may refuse what the model wrote, or a role
+        print_notice_once("template", f"{error}; such conversations end before that turn")
         return "template"
     if len(prompt) >= engine.target.context:
         return "context"

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate
+from decode import Engine, PlainProposer, Request, Sampling, Step, Target, Tree, generate, kv_cache
 from decode.cuda.backend import CudaBackend
 from decode.devices.cost_curve import CostCurve
 from decode.kv_cache import KVLayer
 from decode.session import Session
+from decode.trees.accept import accept_rows
 from proposers import NGramProposer
 from tests.decode.test_lossless import DETERMINISTIC, make_target
 from tests.support.models import VOCABULARY, tiny
@@ -384,6 +385,35 @@ def test_a_beginning_without_memory_ends_its_request(target: Target, monkeypatch
     list(engine)
     assert small.answer is not None and len(small.answer.tokens) == 9
     assert_alone(target, [last], **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("decode.kv_cache._enlarge", 0), ("decode.kv_cache._enlarge", 1), ("decode.loop.accept_rows", 1)],
+)
+def test_a_row_without_memory_ends_its_request(
+    target: Target, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """Keys move to new memory, then values; a first token is chosen after those of the others."""
+    engine, calls = Engine(target, NGramProposer()), list[int]()
+    function = {"decode.kv_cache._enlarge": kv_cache._enlarge}.get(name, accept_rows)
+    small = engine.add(PROMPTS[0], **SETTINGS)
+    engine.step()
+
+    def fail(*given: Any, **more: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == number:
+            raise torch.OutOfMemoryError("out of memory")
+        return function(*given, **more)
+
+    large = engine.add(PROMPTS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(name, fail)
+        engine.step()
+    assert large.answer is not None and large.answer.error == "request 1: OutOfMemoryError: out of memory"
+    last = engine.add(PROMPTS[2], **SETTINGS)
+    list(engine)
+    assert_alone(target, [small, last], **SETTINGS)
 
 
 def test_a_text_is_not_kept_without_memory(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,18 @@ def test_turns_are_asked_in_order(call: Call, model: Path) -> None:
     assert len(read()[0]["messages"]) > 2 and "response" in read()[3]
 
 
+def test_a_template_that_refuses_the_models_answers_is_named_once(call: Call, model: Path) -> None:
+    target, texts = Target.load(model, dtype="float64"), [*map(chr, range(33, 97))]
+    answers = generate(target, texts, None, max_new_tokens=40)
+    first, second, *_ = (text for text, answer in zip(texts, answers, strict=True) if answer.finish == "eos")
+    template = Path("model/chat_template.jinja")
+    refusing = "{% if messages[1:] %}{{ raise_exception('no answers') }}{% endif %}"
+    template.write_text(refusing + template.read_text())
+    run = call(write_rows("in.jsonl", [{"turns": [first, "b"]}, {"turns": [second, "b"]}]))
+    assert [(row["cut"], len(row["messages"])) for row in read()] == [("template", 2)] * 2
+    assert run.err.count("no answers") == 1 and "such conversations end before that turn" in run.err
+
+
 def test_files_of_several_kinds_are_combined(call: Call) -> None:
     Path("plain.txt").write_text("Two\nlines\n")
     rows = [{"id": "own", "prompt": "x", "temperature": 0.5}, {"prompt": "y", "source": "elsewhere"}]

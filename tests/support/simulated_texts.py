@@ -155,6 +155,15 @@ def list_recaptured() -> Iterator[str]:
                 decode(target, proposer, Sampling())
             if not before or len(captured) > before:
                 yield f"{name}: {before} graphs, then {len(captured)}"
+    drafter = EagleProposer(to_cuda(make_head("eagle3", target)), depth=3, nodes=12).prepare(target)
+    captured.clear()
+    with patch.object(graph.CudaGraphPool, "capture", count):
+        texts, counts = [], []
+        for _ in range(4):
+            texts.append(decode(target, drafter.renew(), Sampling()))
+            counts.append(len(captured))
+    if counts[-1] > counts[-2] or counts[0] == 0 or any(text != texts[0] for text in texts):
+        yield f"renewed drafters: {counts} graphs"
 
 
 def list_joined_faults(accelerate: str) -> Iterator[str]:
