@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decode.weights.blocks import BLOCKS, StoredExperts, StoredLayer, WeightStack
 from decode.weights.gguf.description import describe, is_installed, make_generation_config, require_gguf
@@ -40,6 +42,10 @@ IN_BLOCKS = {"llama", "qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "olmoe
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 ROTATED = {"llama"}  # rows of a head's queries and keys are stored in pairs
 FREQUENCIES = "rope_freqs.weight"
+LLAMA3 = {  # of Llama 3.1 to 3.3; the factors in files are computed from these
+    **{"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
 
 
 def find_gguf(name: str) -> Path | None:
@@ -264,3 +270,13 @@ def _scale_frequencies(file: GgufFile, model: PreTrainedModel) -> None:
         for module in model.modules():
             if (frequencies := getattr(module, "inv_freq", None)) is not None:
                 frequencies.div_(factors)
+                _describe_scaling(model.config, rope, frequencies, float(factors.max()))
+
+
+def _describe_scaling(config: Any, rope: dict[str, Any], frequencies: Tensor, factor: float) -> None:
+    """Give a config the settings that these frequencies follow from, if they are Llama 3's: copies are made from it."""
+    described = copy(config)
+    described.rope_parameters = rope | LLAMA3 | {"factor": factor}
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](described, frequencies.device)
+    if torch.allclose(expected, frequencies, rtol=1e-5, atol=0):
+        config.rope_parameters = described.rope_parameters

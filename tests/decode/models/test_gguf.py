@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,25 @@ def test_frequencies_of_long_contexts_are_scaled(tmp_path: Path) -> None:
     for accelerate in ("off", "packed"):
         scaled = Target.load(tmp_path / "m.gguf", accelerate=accelerate).model.model.rotary_emb.inv_freq
         assert torch.equal(scaled, plain / factors)
+
+
+@needs_compiler
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_the_config_tells_how_llama_3_scales_frequencies(tmp_path: Path, accelerate: str) -> None:
+    """A draft model that is cut out of the target is made from its config."""
+    scaled = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    scaled |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    plain = write_model("llama", tmp_path / "plain.gguf", max_position_embeddings=16384)
+    config = deepcopy(plain.config)
+    config.rope_parameters = scaled
+    made = AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq
+    factors = {"rope_freqs.weight": plain.model.rotary_emb.inv_freq / made}
+    write_model("llama", tmp_path / "m.gguf", extra=factors, max_position_embeddings=16384)
+    target = Target.load(tmp_path / "m.gguf", accelerate=accelerate)
+    assert target.config.rope_parameters == scaled
+    copied = AutoModelForCausalLM.from_config(target.config)
+    assert torch.allclose(copied.model.rotary_emb.inv_freq, target.model.model.rotary_emb.inv_freq)
+    assert torch.allclose(copied.model.rotary_emb.inv_freq, made)
 
 
 @needs_compiler
