@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from decode import Target, generate
 from proposers import NGramProposer
-from tests.support.models import WINDOW, Adapter, tiny
+from tests.support.models import WINDOW, tiny
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 8]]
 
 
-class PeftStandIn(nn.Module):
-    """The members of `peft.PeftModel` that matter here: `base_model.model`, `peft_config` and `get_base_model`."""
+def adapt(model: PreTrainedModel) -> PeftModel:
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_alpha=32, init_lora_weights=False)).eval()
 
-    def __init__(self, model: PreTrainedModel, is_prompt_learning: bool = False) -> None:
-        super().__init__()
-        self.peft_config = {"default": SimpleNamespace(is_prompt_learning=is_prompt_learning)}
-        self.base_model = nn.Module()
-        self.base_model.model = model
-        torch.manual_seed(0)
-        if not is_prompt_learning:
-            for layer in model.model.layers:
-                layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
-        self.eval()
 
-    def get_base_model(self) -> Any:
-        return self.base_model.model
+def learn_prompts(model: PreTrainedModel) -> PeftModel:
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
 def answers(target: Target) -> list[list[int]]:
@@ -51,7 +42,7 @@ def test_a_model_of_torch_compile_decodes_as_the_plain_one(monkeypatch: pytest.M
 @pytest.mark.parametrize("accelerate", ["off", "auto"])
 def test_a_peft_model_decodes_with_its_adapters(accelerate: str) -> None:
     plain = answers(Target(tiny("llama", dtype=torch.float32)))
-    wrapped = PeftStandIn(tiny("llama", dtype=torch.float32))
+    wrapped = adapt(tiny("llama", dtype=torch.float32))
     expected = [
         wrapped.get_base_model().generate(torch.tensor([prompt]), max_new_tokens=12)[0, len(prompt) :].tolist()
         for prompt in PROMPTS
@@ -67,7 +58,7 @@ def with_flash_attention() -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "prompt learning": (lambda: PeftStandIn(tiny("llama"), is_prompt_learning=True), "adds virtual tokens"),
+    "prompt learning": (lambda: learn_prompts(tiny("llama")), "adds virtual tokens"),
     "a name": (lambda: "some/folder", r"call Target\.load\('some/folder'\)"),
     "another module": (lambda: nn.Linear(2, 2), "not a Linear"),
     "no language head": (lambda: tiny("llama").model, "LlamaModel is no decoder-only language model"),
