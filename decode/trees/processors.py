@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,8 @@ STATEFUL = (  # of transformers' processors; the first calls a function of the u
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+
+CODE = type, FunctionType, ModuleType  # what is not copied
 
 Processors: TypeAlias = Sequence[LogitsProcessor] | Callable[[int], Sequence[LogitsProcessor]]
 
@@ -85,11 +88,12 @@ def copy_own(made: Any, advice: str = "make one for each request: Sampling(proce
 
 def _list_shared(made: Any, depth: int = 3) -> Iterator[nn.Module | PreTrainedTokenizerBase]:
     """The models and tokenizers among the attributes of an object, or in its lists and dictionaries."""
-    parts = made.values() if isinstance(made, dict) else made if isinstance(made, list | tuple) else vars(made).values()
-    for part in parts:
+    if not isinstance(made, dict | list | tuple):
+        made = {} if isinstance(made, CODE) else getattr(made, "__dict__", {})
+    for part in [*made.values()] if isinstance(made, dict) else made:
         if isinstance(part, nn.Module | PreTrainedTokenizerBase):
             yield part
-        elif depth and (hasattr(part, "__dict__") or isinstance(part, dict | list | tuple)):
+        elif depth:
             yield from _list_shared(part, depth - 1)
 
 

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, StoppingCriteria, SynthIDTextWatermark
 
 import decode
 from decode import Answer, Proposer, Sampling, Target
-from decode.trees.processors import AnswerProcessor, copy_processor
+from decode.trees.processors import AnswerProcessor, copy_own, copy_processor
 from proposers import DraftProposer, NGramProposer
 from tests.support.enumeration import compare_third_tokens
 from tests.support.models import VOCABULARY, tiny
@@ -264,6 +264,10 @@ def test_copies_share_models_and_tokenizers() -> None:
             self.seen.append(1)
             return scores
 
+    class Bare:  # without attributes of its own, as those of extensions
+        __slots__ = ()
+
+    assert copy_own(Bare()) is not None
     made = Holder()
     copied: Any = copy_processor(made)
     assert copied is not made and copied.model is made.model and copied.seen is not made.seen
