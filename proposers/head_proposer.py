@@ -109,7 +109,8 @@ class HeadProposer(TreeProposer):
             fresh._history, fresh._graphs = self._spare.pop()
         except IndexError:
             fresh._history, fresh._graphs = FeatureHistory(self._history.window), DraftGraphs()
-        if find_backend(next(self.head.parameters()).device).waits:
+        device = self._prepared_for or next((each.device for each in self.head.parameters()), None)
+        if device is not None and find_backend(device).waits:
             finalize(fresh, _put_back, self._spare, fresh._history, fresh._graphs)
         return fresh
 

@@ -111,10 +111,11 @@ def test_a_template_that_refuses_the_models_answers_is_named_once(call: Call, mo
     target, texts = Target.load(model, dtype="float64"), [*map(chr, range(33, 97))]
     answers = generate(target, texts, None, max_new_tokens=40)
     first, second, *_ = (text for text, answer in zip(texts, answers, strict=True) if answer.finish == "eos")
-    template = Path("model/chat_template.jinja")
+    shutil.copytree(model, "refusing")
+    template = Path("refusing/chat_template.jinja")
     refusing = "{% if messages[1:] %}{{ raise_exception('no answers') }}{% endif %}"
     template.write_text(refusing + template.read_text())
-    run = call(write_rows("in.jsonl", [{"turns": [first, "b"]}, {"turns": [second, "b"]}]))
+    run = call(write_rows("in.jsonl", [{"turns": [first, "b"]}, {"turns": [second, "b"]}]), name="refusing")
     assert [(row["cut"], len(row["messages"])) for row in read()] == [("template", 2)] * 2
     assert run.err.count("no answers") == 1 and "such conversations end before that turn" in run.err
 
