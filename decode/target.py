@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from os import PathLike
 from typing import Any, Self
@@ -73,10 +73,7 @@ class Target:
         check_switches(in_place=in_place)
         model = unwrap(model)
         refuse_unsupported(model)
-        device = model.device.type
-        can_cast = torch.amp.autocast_mode.is_autocast_available(device)
-        # The model is compared with copies and with itself, which is allowed the rounding of its own dtype.
-        with torch.autocast(device, enabled=False) if can_cast else nullcontext():
+        with _without_autocast(model):
             own, mode = (model, accelerate) if in_place else _copy_for(model, accelerate)
             self._set_up(own, tokenizer, accelerate, mode, Costs(deterministic))
         self.watch, self._shares_all = ModelWatch(model), own is model
@@ -209,8 +206,9 @@ class Target:
                 changes.add(MOVED)  # if this ends early, all is made anew the next time
                 packed = (each for each in self.model.modules() if isinstance(each, PackedLayer))
                 if has_moved or not all(each.repack() for each in packed):
-                    own, mode = _copy_for(model, self.accelerate)
-                    self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
+                    with _without_autocast(model):
+                        own, mode = _copy_for(model, self.accelerate)
+                        self._set_up(own, self.tokenizer, self.accelerate, mode, self.costs)
                     self._shares_all = own is model
             changes.clear()
 
@@ -245,7 +243,8 @@ class Target:
             if self._made_from != (made_from := (base._builds, self.watch.moves)):
                 try:
                     own = select_adapter(base.model, str(self.adapter))
-                    self._set_up(own, base.tokenizer, base.accelerate, base._mode, Costs(base.costs.fixed))
+                    with _without_autocast(own):
+                        self._set_up(own, base.tokenizer, base.accelerate, base._mode, Costs(base.costs.fixed))
                     self.fault = None
                 except ValueError as error:
                     self.fault = str(error)
@@ -361,6 +360,13 @@ class Target:
         """What the embedding layer multiplies rows of `embedding_matrix` with, as in Gemma; 1 in most models."""
         embeddings = self.model.get_input_embeddings()
         return float(getattr(getattr(embeddings, "module", embeddings), "embed_scale", 1.0))
+
+
+def _without_autocast(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """The model is compared with its copy and with itself, which is allowed the rounding of its own dtype."""
+    device = model.device.type
+    can_cast = torch.amp.autocast_mode.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if can_cast else nullcontext()
 
 
 def _copy_for(model: PreTrainedModel, mode: str) -> tuple[PreTrainedModel, str]:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 import decode.target
-from decode import speculate
+from decode import Target, speculate
 from proposers import NGramProposer
 from tests.support.models import tiny
 from tests.support.speculating import BATCH, MASK, NEW, PROMPT, generate
@@ -112,3 +112,19 @@ def test_autocast_refuses_no_model(accelerate: str) -> None:
         with torch.autocast("cpu", enabled=False):
             generate(known, accelerate=accelerate)
         assert generate(known, accelerate=accelerate).tolist() == first.tolist()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("accelerate", ["off", "packed"])
+def test_autocast_refuses_no_change(accelerate: str) -> None:
+    """Copies are made anew, and an adapter is chosen."""
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny("llama", dtype=torch.float32), lora, adapter_name="a").eval()
+    target = Target(model, accelerate=accelerate)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        head = model.get_base_model().lm_head
+        head.weight = torch.nn.Parameter(head.weight.detach() * 2, requires_grad=False)
+        target.weights_changed()
+        assert target.adapt("a").fault is None
+    (answer,) = decode.generate(target, PROMPT.tolist(), max_new_tokens=NEW, stop_ids=[])
+    assert answer.tokens == model.generate(input_ids=PROMPT, max_new_tokens=NEW)[0, PROMPT.shape[1] :].tolist()
