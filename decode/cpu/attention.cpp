@@ -1,10 +1,11 @@
 // Attention of a tree's nodes to the KV cache, in float32 and bfloat16. Queries of a group share their keys and values.
 //
-// The slots are cut into parts of PART slots, so that all threads have work even with one row and few heads. A part's
-// keys are transposed once, then all queries of the group go over them in blocks of rows, as in the linear op. Every
-// part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding", 2023). A query's
-// result depends neither on the other queries nor on slots that it does not see. What no query of a block sees is left
-// out: texts are shorter than the longest one, and tokens of a prompt see none after them. No bit changes by that.
+// The slots are cut into parts of PART slots, so that all threads have work even with one row and few heads. A panel of
+// a part's keys is transposed in the L1 cache, then all queries of the group go over it in blocks of rows, as in the
+// linear op. Every part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding",
+// 2023). A query's result depends neither on the other queries nor on slots that it does not see. What no query of a
+// block sees is left out: texts are shorter than the longest one, and tokens of a prompt see none after them. No bit
+// changes by that.
 //
 // In a flat pass the nodes of all rows lie one after the other in a single row, [1, T]; `set_counts` tells how many each
 // row of the KV cache has.
@@ -31,26 +32,33 @@ using namespace draftless;
 
 typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 
-constexpr int64_t PART = 256, LINE = 64;  // slots; bytes of a cache line
+constexpr int64_t PART = 256, LINE = 64, BURST = 4;  // slots; bytes of a cache line; products between fetches
+constexpr int64_t KEPT = 1 << 18;  // numbers that a thread keeps room for: to free large pieces of memory takes long
 static_assert(PART % PANEL == 0);
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
 constexpr float HIDDEN = -1e38f;  // a mask's number for what is not seen is lower, in both formats
 
 int64_t round_up(int64_t number, int64_t to) { return (number + to - 1) / to * to; }
 
-template <class T>
-inline Vector load(const typename T::Number* from) {
-  float numbers[WIDTH];
-  for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = T::widen(from[lane]);
-  Vector result;
-  std::memcpy(&result, numbers, sizeof(result));
-  return result;
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline Vector load(const uint16_t* from) {  // bfloat16
+  typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+  return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16u);
 }
 
-template <class Number>
-inline void prefetch(const Number* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += LINE / (int64_t)sizeof(Number)) __builtin_prefetch(from + i, 0, 2);
-}
+// What is needed next, from memory to the L2 cache: a few lines with each step of what is computed meanwhile.
+struct Fetch {
+  const char* next;
+  int64_t left, each;  // lines
+
+  template <class Number>
+  Fetch(const Number* from, int64_t count, int64_t steps)
+      : next((const char*)from), left(count * (int64_t)sizeof(Number) / LINE), each(left / std::max<int64_t>(steps, 1) + 1) {}
+
+  void step() {
+    for (int64_t i = std::min(each, left); i > 0; --i, --left, next += LINE) __builtin_prefetch(next, 0, 2);
+  }
+};
 
 // Exchanges the upper right and the lower left quadrant of blocks of 2 * HALF x 2 * HALF numbers.
 template <int HALF, int... LANES>
@@ -104,17 +112,44 @@ struct Attention {
   int64_t value_width() const { return round_up(value_size, PANEL); }
   int64_t partial_width() const { return value_width() + 2; }  // a row's sums of a part, its maximum and its total
 
-  struct Scratch {  // of a thread, which keeps it: to free large pieces of memory takes long
-    void fit(const Attention& each) {
-      query.resize(std::max<size_t>(query.size(), each.rows() * each.key_size));
-      key.resize(std::max<size_t>(key.size(), PART * each.key_size));
-      value.resize(std::max<size_t>(value.size(), PART * each.value_width()));
-      scores.resize(PART * ROWS);
-    }
-    std::vector<float> query, key, value, scores;
+  // Queries that are multiplied together, and the slots of a part that they see: none before the panel at `begin`.
+  struct Block {
+    int64_t first, size, begin, end;
   };
 
-  // Writes a block of keys, [slots, key_size], of at most WIDTH x WIDTH numbers to a panel [key_size, PANEL].
+  struct Scratch {  // of a thread, which keeps it
+    void fit(const Attention& each) {
+      query.resize(std::max<size_t>(query.size(), each.rows() * each.key_size));
+      key.resize(std::max<size_t>(key.size(), PANEL * each.key_size));
+      value.resize(std::max<size_t>(value.size(), PART * each.value_width()));
+      scores.resize(std::max<size_t>(scores.size(), PART * each.rows()));
+    }
+    std::vector<float> query, key, value, scores;
+    std::vector<Block> blocks;
+  };
+
+  // A part of the slots, for one row of the batch and one head.
+  struct Part {
+    int64_t row, head, count;
+    const Number *mask, *keys, *values;  // from its first slot on
+  };
+
+  Part find_part(int64_t number) const {
+    const int64_t row = number % (batch * heads) / heads, head = number % heads;
+    const int64_t begin = number / (batch * heads) * PART;
+    const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
+    return {row, head, std::min(PART, slots - begin), mask, keys + row * key_row + head * key_head + begin * key_size,
+            values + row * value_row + head * value_head + begin * value_size};
+  }
+
+  // Writes at most PANEL keys, [slots, key_size], to a panel [key_size, PANEL].
+  void transpose_panel(const Number* from, int64_t count, Fetch& fetch, float* into) const {
+    for (int64_t s = 0; s < count; s += WIDTH)
+      for (int64_t d = 0; d < key_size; d += WIDTH, fetch.step())
+        transpose_block(from + s * key_size + d, count - s, key_size - d, into + d * PANEL + s);
+  }
+
+  // The same for a block of at most WIDTH x WIDTH numbers.
   void transpose_block(const Number* from, int64_t slots_left, int64_t sizes_left, float* into) const {
     if (slots_left < WIDTH || sizes_left < WIDTH) {
       for (int64_t d = 0; d < std::min<int64_t>(WIDTH, sizes_left); ++d)
@@ -123,9 +158,11 @@ struct Attention {
       return;
     }
     Vector block[WIDTH];
-    for (int s = 0; s < WIDTH; ++s) block[s] = load<T>(from + s * key_size);
+#pragma GCC unroll 16
+    for (int s = 0; s < WIDTH; ++s) block[s] = load(from + s * key_size);
     transpose(block);
-    for (int d = 0; d < WIDTH; ++d) std::memcpy(into + d * PANEL, &block[d], sizeof(Vector));
+#pragma GCC unroll 16
+    for (int d = 0; d < WIDTH; ++d) *reinterpret_cast<Vector*>(into + d * PANEL) = block[d];
   }
 
   // Narrows the slots from `first` to `last` of a mask's row to those that are seen, if others are to be seen as well.
@@ -144,129 +181,142 @@ struct Attention {
     partial[value_width() + 1] = 0;
   }
 
-  // The queries of one row of the batch and one head over one part of the slots.
-  void run_part(int64_t row, int64_t head, int64_t begin, Scratch& scratch, float* partial) const {
-    float *query = scratch.query.data(), *key = scratch.key.data(), *value = scratch.value.data();
-    const int64_t used = live(row);  // nodes; those of each group lie together
-    const Number* mask = masks + (flat ? firsts_of[row] * slots : row * mask_row) + begin;
-    const int64_t part = std::min(PART, slots - begin);
-    int64_t unseen = part, count = 0;  // slots before the first and up to the last one that is seen
-    for (int64_t node = 0; node < used; ++node) find_seen(mask + node * slots, part, unseen, count);
-    if (count == 0) {
-      for (int64_t each = 0; each < groups * used; ++each) write_nothing(partial + each * partial_width());
-      return;
+  // following: the part that this thread is likely to take next, if any.
+  void run_part(const Part& part, const Part* following, Scratch& scratch, float* partial) const {
+    const int64_t row = part.row, used = live(row), asking = groups * used;  // nodes, and queries, group by group
+    int64_t first = part.count, last = 0;  // the slots that any query sees
+    scratch.blocks.clear();
+    for (int64_t query = 0; query < asking; query += ROWS) {
+      Block block{query, std::min<int64_t>(ROWS, asking - query), part.count, 0};
+      for (int64_t each = query; each < query + block.size; ++each)
+        find_seen(part.mask + each % used * slots, part.count, block.begin, block.end);
+      if (block.end == 0) {
+        for (int64_t each = query; each < query + block.size; ++each) write_nothing(partial + each * partial_width());
+        continue;
+      }
+      block.begin = block.begin / PANEL * PANEL;
+      first = std::min(first, block.begin), last = std::max(last, block.end);
+      scratch.blocks.push_back(block);
     }
-    const Number* from = keys + row * key_row + head * key_head + begin * key_size;
-    const Number* other = values + row * value_row + head * value_head + begin * value_size;
-    for (int64_t s = 0; s < count; s += WIDTH) {  // panels of keys [key_size, PANEL]
-      prefetch(from + (s + WIDTH) * key_size, std::min<int64_t>(WIDTH, count - s - WIDTH) * key_size);
-      prefetch(other + s * value_size, std::min<int64_t>(WIDTH, count - s) * value_size);
-      for (int64_t d = 0; d < key_size; d += WIDTH)
-        transpose_block(from + s * key_size + d, count - s, key_size - d,
-                        key + s / PANEL * PANEL * key_size + d * PANEL + s % PANEL);
-    }
-    const float* value_panel;
-    from = values + row * value_row + head * value_head + begin * value_size;
-    if constexpr (T::STEP == 1) value_panel = from;
-    if (T::STEP != 1 || value_width() != value_size) {
-      for (int64_t s = 0; s < count; ++s)
-        for (int64_t d = 0; d < value_size; ++d) value[s * value_width() + d] = T::widen(from[s * value_size + d]);
-      value_panel = value;
-    }
-    const int64_t place = flat ? head * groups * nodes_in_row + firsts_of[row] : (row * heads + head) * rows();
-    const Number* asked = queries + place * key_size;
+    if (last == 0) return;
+
+    float *query = scratch.query.data(), *key = scratch.key.data(), *scores = scratch.scores.data();
+    const int64_t place = flat ? part.head * groups * nodes_in_row + firsts_of[row] : (row * heads + part.head) * rows();
     for (int64_t group = 0; group < groups; ++group)
       for (int64_t i = 0; i < used * key_size; ++i)
-        query[group * used * key_size + i] = T::widen(asked[group * nodes_in_row * key_size + i]) * scale;
-    for (int64_t first = 0; first < groups * used; first += ROWS) {
-      const int64_t size = std::min<int64_t>(ROWS, groups * used - first);
-      with_rows(size, [&]<int R>() {
-        run_block<R>(first, used, count, query, key, value_panel, mask, scratch.scores.data(), partial);
-      });
+        query[group * used * key_size + i] = T::widen(queries[(place + group * nodes_in_row) * key_size + i]) * scale;
+    const int64_t blocks = scratch.blocks.size(), panels = (last - first + PANEL - 1) / PANEL;
+    const int64_t bursts = blocks * (key_size / BURST), tiles = PANEL / WIDTH * (key_size / WIDTH);
+    Fetch fetch(part.values + first * value_size, (last - first) * value_size, panels * (bursts + tiles));
+    for (int64_t panel = first; panel < last; panel += PANEL) {
+      transpose_panel(part.keys + panel * key_size, std::min<int64_t>(PANEL, last - panel), fetch, key);
+      for (const Block& block : scratch.blocks)
+        if (block.begin <= panel && panel < block.end)
+          with_rows(block.size, [&]<int R>() {
+            const float* inputs[R];
+            for (int r = 0; r < R; ++r) inputs[r] = query + (block.first + r) * key_size;
+            multiply<R>(inputs, key, PANEL, 0, key_size, fetch, scores + block.first * PART + panel, PART);
+          });
     }
+    const float* value = scratch.value.data();
+    if constexpr (T::STEP == 1) value = part.values;
+    if (T::STEP != 1 || value_width() != value_size) {
+      float* into = scratch.value.data();
+      for (int64_t s = first; s < last; ++s)
+        for (int64_t d = 0; d < value_size; ++d) into[s * value_width() + d] = T::widen(part.values[s * value_size + d]);
+      value = into;
+    }
+    const int64_t steps = blocks * (value_width() / PANEL) * ((last - first + BURST - 1) / BURST);
+    fetch = Fetch(following ? following->keys : nullptr, following ? following->count * key_size : 0, steps);
+    for (const Block& block : scratch.blocks)
+      with_rows(block.size, [&]<int R>() {
+        add_values<R>(block, used, part.mask, scores + block.first * PART, value, fetch,
+                      partial + block.first * partial_width());
+      });
   }
 
+  // Rows of numbers times a panel of as many rows as they have numbers, `stride` apart: those from `begin` to `end`.
   template <int R>
-  void run_block(int64_t first, int64_t used, int64_t count, const float* query, const float* key, const float* value,
-                 const Number* mask, float* scores, float* partial) const {
-    int64_t unseen = count, end = 0;
-    for (int r = 0; r < R; ++r) find_seen(mask + (first + r) % used * slots, count, unseen, end);
-    if (end == 0) {
-      for (int r = 0; r < R; ++r) write_nothing(partial + (first + r) * partial_width());
-      return;
-    }
-    const int64_t begin = unseen / PANEL * PANEL, width = round_up(end, PANEL);
+  static void multiply(const float* const* inputs, const float* panel, int64_t stride, int64_t begin, int64_t end,
+                       Fetch& fetch, float* into, int64_t into_stride) {
+    Vector sums[R][VECTORS] = {};
+    for (int64_t k = begin; k < end; fetch.step())
+      for (const int64_t until = std::min(k + BURST, end); k < until; ++k)
+        Float32::step<R>(panel + k * stride, inputs, k, sums);
+    for (int r = 0; r < R; ++r) std::memcpy(into + r * into_stride, sums[r], sizeof(sums[r]));
+  }
+
+  // The softmax of a block's scores, and the sums of values with these weights.
+  template <int R>
+  void add_values(const Block& block, int64_t used, const Number* mask, float* scores, const float* value,
+                  Fetch& fetch, float* partial) const {
+    const int64_t begin = block.begin, end = block.end, width = round_up(end, PANEL);
     const float* inputs[R];
-    for (int r = 0; r < R; ++r) inputs[r] = query + (first + r) * key_size;
-    for (int64_t panel = begin; panel < width; panel += PANEL) {
-      Vector sums[R][VECTORS] = {};
-      for (int64_t d = 0; d < key_size; ++d) Float32::step<R>(key + panel * key_size + d * PANEL, inputs, d, sums);
-      for (int r = 0; r < R; ++r) std::memcpy(scores + r * width + panel, sums[r], sizeof(sums[r]));
-    }
     float largest[R], totals[R] = {};
     for (int r = 0; r < R; ++r) {
-      float* row = scores + r * width;
-      const Number* seen = mask + (first + r) % used * slots;
+      float* row = scores + r * PART;
+      const Number* seen = mask + (block.first + r) % used * slots;
       for (int64_t s = begin; s < end; ++s) row[s] += T::widen(seen[s]);
       std::fill(row + end, row + width, LOWEST);
-      float lanes[WIDTH];  // compilers find the maximum of vectors only lane by lane
-      std::fill(lanes, lanes + WIDTH, LOWEST);
-      for (int64_t s = begin; s < width; s += WIDTH)
-        for (int lane = 0; lane < WIDTH; ++lane) lanes[lane] = std::max(lanes[lane], row[s + lane]);
-      largest[r] = *std::max_element(lanes, lanes + WIDTH);
+      Vector most = Vector{} + LOWEST;
+      for (int64_t s = begin; s < width; s += WIDTH) most = most < load(row + s) ? load(row + s) : most;
+      largest[r] = most[0];
+      for (int lane = 1; lane < WIDTH; ++lane) largest[r] = std::max(largest[r], most[lane]);
       for (int64_t s = begin; s < width; ++s) row[s] = exp_negative(row[s] - largest[r]);
       inputs[r] = row;
     }
     for (int64_t s = begin; s < end; ++s)  // in the order of slots: unseen ones in between change no bit of a total
       for (int r = 0; r < R; ++r) totals[r] += inputs[r][s];
     for (int r = 0; r < R; ++r) {
-      float* result = partial + (first + r) * partial_width() + value_width();
+      float* result = partial + r * partial_width() + value_width();
       result[0] = largest[r];
       result[1] = totals[r];
     }
-    for (int64_t panel = 0; panel < value_width(); panel += PANEL) {
-      Vector sums[R][VECTORS] = {};
-      for (int64_t s = begin; s < end; ++s) Float32::step<R>(value + s * value_width() + panel, inputs, s, sums);
-      for (int r = 0; r < R; ++r)
-        std::memcpy(partial + (first + r) * partial_width() + panel, sums[r], sizeof(sums[r]));
-    }
+    for (int64_t panel = 0; panel < value_width(); panel += PANEL)
+      multiply<R>(inputs, value + panel, value_width(), begin, end, fetch, partial + panel, partial_width());
   }
 
-  // Adds the parts of one query. partials: of its row and head.
-  void merge(int64_t row, int64_t head, int64_t query, const float* partials, Number* outputs) const {
+  // Adds the parts of one query, in place of the first one. partials: of its row and head.
+  void merge(int64_t row, int64_t head, int64_t query, float* partials, Number* outputs) const {
     const int64_t step = rows() * partial_width(), node = query % nodes, used = live(row);
     if (node >= used) return;
     const int64_t place = flat ? firsts_of[row] + node : row * nodes + node;
     Number* into = outputs + (place * heads * groups + head * groups + query / nodes) * value_size;
-    const float* first = partials + (query / nodes * used + node) * partial_width();
+    float* sums = partials + (query / nodes * used + node) * partial_width();
     float largest = LOWEST, total = 0;
-    for (int64_t c = 0; c < parts(); ++c) largest = std::max(largest, first[c * step + value_width()]);
-    std::vector<float> sums(value_size);
+    for (int64_t c = 0; c < parts(); ++c) largest = std::max(largest, sums[c * step + value_width()]);
     for (int64_t c = 0; c < parts(); ++c) {
-      const float* part = first + c * step;
+      const float* part = sums + c * step;
       const float weight = std::exp(part[value_width()] - largest);
       total += weight * part[value_width() + 1];
-      for (int64_t d = 0; d < value_size; ++d) sums[d] += weight * part[d];
+      for (int64_t d = 0; d < value_size; ++d) sums[d] = (c ? sums[d] : 0.0f) + weight * part[d];
     }
     for (int64_t d = 0; d < value_size; ++d) into[d] = T::narrow(total == 0 ? 0.0f : sums[d] / total);  // NaN stays NaN
   }
 
   void run(Number* outputs) const {
     const int64_t pairs = batch * heads, step = rows() * partial_width();
-    std::unique_ptr<float[]> partials(new float[pairs * parts() * step]);
+    const int64_t size = pairs * parts() * step;
+    static thread_local std::vector<float> kept(KEPT);
+    const std::unique_ptr<float[]> own(size > KEPT ? new float[size] : nullptr);
+    float* partials = own ? own.get() : kept.data();
     std::atomic<int64_t> next = 0;  // threads take one part after the other: the last ones are short, and come last
-    torch::stable::parallel_for(0, pairs * parts(), 1, [&](int64_t, int64_t) {
+    const int64_t all = pairs * parts();
+    torch::stable::parallel_for(0, all, 1, [&](int64_t begin, int64_t end) {
       static thread_local Scratch scratch;
       scratch.fit(*this);
-      for (int64_t i = next++; i < pairs * parts(); i = next++) {
-        const int64_t pair = i % pairs, part = i / pairs;
-        run_part(pair / heads, pair % heads, part * PART, scratch, partials.get() + (pair * parts() + part) * step);
+      const int64_t threads = (all + end - begin - 1) / (end - begin);
+      for (int64_t i = next++; i < all; i = next++) {
+        const Part following = find_part(std::min(i + threads, all - 1));
+        const bool is_seen = i + threads < all && T::widen(*following.mask) >= HIDDEN;
+        float* partial = partials + (i % pairs * parts() + i / pairs) * step;
+        run_part(find_part(i), is_seen ? &following : nullptr, scratch, partial);
       }
     });
     torch::stable::parallel_for(0, pairs * rows(), 64, [&](int64_t begin, int64_t end) {
       for (int64_t index = begin; index < end; ++index) {
         const int64_t pair = index / rows();
-        merge(pair / heads, pair % heads, index % rows(), partials.get() + pair * parts() * step, outputs);
+        merge(pair / heads, pair % heads, index % rows(), partials + pair * parts() * step, outputs);
       }
     });
   }

@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -34,7 +35,7 @@ constexpr int64_t BURST = 4;  // steps between fetches: a branch in each step ma
 constexpr int64_t CHUNK = 6 << 10, FEW = 4;   // bytes of a panel, and the blocks that take turns after each chunk
 constexpr int64_t TOTALS = 32;                // inputs that are added up for forms with a minimum
 constexpr int64_t READING = 8;                // rows whose products take as long as reading a panel
-constexpr int64_t ROUNDED = 8;                // rows of inputs that a thread brings to fixed point at least
+constexpr int64_t ROUNDED = 2048;             // inputs that a thread brings to fixed point at least
 
 // Calls `block.template operator()<Form>()`. forms: ggml's numbers, and ours from 100 on. Forms in groups and float16
 // take float32 inputs.
@@ -209,10 +210,10 @@ std::vector<float> add_up(const Number* inputs, int64_t rows, int64_t size) {
 
 // All rows of inputs in fixed point: [size / 32, rows].
 template <int D>
-std::vector<Group<D>> to_groups(const float* inputs, int64_t rows, int64_t size) {
-  std::vector<Group<D>> groups(rows * (size / 32));
-  torch::stable::parallel_for(0, rows, ROUNDED, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) to_fixed_point(inputs + row * size, size, groups.data() + row, rows);
+std::unique_ptr<Group<D>[]> to_groups(const float* inputs, int64_t rows, int64_t size) {
+  std::unique_ptr<Group<D>[]> groups(new Group<D>[rows * (size / 32)]);  // unlike a vector's, not zeroed
+  torch::stable::parallel_for(0, rows, (ROUNDED + size - 1) / size, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) to_fixed_point(inputs + row * size, size, groups.get() + row, rows);
   });
   return groups;
 }
@@ -249,13 +250,13 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
   const int64_t rows = ends.back(), size = layout.inputs, stride = layout.outputs / (int64_t)ends.size();
   const std::vector<Task> tasks = list_tasks(layout, ends);
   std::vector<float> totals;
-  std::vector<Group<D>> groups;
+  std::unique_ptr<Group<D>[]> groups;
   int64_t work = 0;
   for (const Task& task : tasks)
     with_form<Number>(task.part.form, [&]<class T>() {
       work += task.work();
       if constexpr (T::IN_FIXED_POINT && D > 0) {
-        if (groups.empty()) groups = to_groups<D>(inputs, rows, size);
+        if (!groups) groups = to_groups<D>(inputs, rows, size);
       } else if (T::HAS_MINIMUM && totals.empty()) {
         totals = add_up(inputs, rows, size);
       }
@@ -272,7 +273,7 @@ void run(const Tensor& input, const Layout& layout, const std::optional<Tensor>&
                                outputs + task.first * stride + task.column, task.rows, rows, size, task.part.outputs,
                                stride};
           const int64_t from = begin * task.rows / (READING + task.rows), to = end * task.rows / (READING + task.rows);
-          if constexpr (T::IN_FIXED_POINT && D > 0) layer.run(from, to, groups.data() + task.first);
+          if constexpr (T::IN_FIXED_POINT && D > 0) layer.run(from, to, groups.get() + task.first);
           else layer.run(from, to);
         });
       before += task.work();
