@@ -53,6 +53,12 @@ class EagleHead(VocabularyHead):
         """
         return self.layers[0](self.fc(torch.cat([embedded, features], dim=-1)), positions, attend)
 
+    def read(self, embedded: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values [B, G, N, D] that `forward` attends with, a small part of its work."""
+        layer: Any = self.layers[0]
+        states = layer.input_layernorm(self.fc(torch.cat([embedded, features], dim=-1)))
+        return layer.self_attn.keys_and_values(states, self.config.layer.rotary_table(positions, states.dtype))
+
 
 @dataclass(frozen=True)
 class Eagle3Config(HeadConfig):
@@ -136,6 +142,12 @@ class Eagle3Head(VocabularyHead):
         for number, further in enumerate(self.layers.values(), start=1):
             states = further(states, positions, partial(attend, layer=number))
         return self.norm(states) if self.config.normed_feedback else states
+
+    def read(self, embedded: Tensor, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `EagleHead.read`, of the first layer."""
+        layer: Any = self.midlayer
+        joined = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(fused)], dim=-1)
+        return layer.self_attn.keys_and_values(joined, self.config.layer.rotary_table(positions, joined.dtype))
 
     def normalise(self, states: Tensor) -> Tensor:
         return states if self.config.normed_feedback else self.norm(states)

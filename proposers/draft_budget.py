@@ -32,7 +32,7 @@ LEVEL_SECONDS = 1e-3  # ... and what its calls take in addition, whatever it rea
 FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
-READ_A_LEVEL = 32  # tokens that a drafter reads in the time of a level
+READ_A_LEVEL = 128  # tokens whose keys a drafter reads in the time of a level
 # Of the most likely token where other sources know nothing, before a drafter is tried; tries that this counts for.
 ADDED, ADDED_WEIGHT = 0.5, 2.0
 

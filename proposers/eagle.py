@@ -79,10 +79,14 @@ class EagleProposer(HeadProposer):
             return {"features": unread.features, "following": unread.following, **numbers}
         return super().read_step(step)
 
-    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
-        features, embed = part.features.to(self.dtype), self.embedding(target)
-        positions = cache.positions(features.shape[1], features.device)
-        states = self.fast_pass(embed(part.following), features, cache, positions)
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
+        given = self.embedding(target)(part.following), part.features.to(self.dtype)
+        positions = cache.positions(part.features.shape[1], part.features.device)
+        if keys_alone and hasattr(self.head, "read") and getattr(self.head.config, "layers", 1) == 1:
+            states = part.features
+            cache.write(*self.head.read(*given, positions))
+        else:
+            states = self.fast_pass(*given, cache, positions)
         cache.keep(part.counts, part.counts_tensor)
         return states
 
@@ -108,7 +112,7 @@ class JumpProposer(EagleProposer):
     """Drafts with a `JumpHead`. Slot i of its cache is for token i of the text: its keys and values are all that is
     read of it. A draft begins with a pass over its root."""
 
-    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
         return self.head.above(HeadProposer.read_features(self, target, cache, part))
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> Drafter:

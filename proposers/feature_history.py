@@ -21,12 +21,14 @@ from decode.devices.transfer import copy_packed, waits
 from heads import LayerCache
 
 READ_AT_ONCE = 512  # tokens per row and pass of a head while it reads a prompt
+FEW = 32  # features whose keys, values and states take no longer than a second pass for the last one's states
 WAITING = 256  # steps whose features are kept apart
 MOST_UNREAD = 1 << 27  # bytes of features that wait for a draft
 Counts: TypeAlias = list[int]  # of features, by row
 Places: TypeAlias = list[int | None]  # by row: its row of a `FeaturePart`; None: that has none of its features
-# A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H].
-ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart"], Tensor]
+# A head reads features and the tokens after them, and adds both to its cache. Returns its states [B, T, H], or anything
+# where only keys and values are needed, as the last argument tells.
+ReadFeatures: TypeAlias = Callable[[LayerCache, "FeaturePart", bool], Tensor]
 
 
 class FeatureHistory:
@@ -107,7 +109,7 @@ class FeatureHistory:
         unread, cache = self._join(rows), self.make_cache(len(rows))
         prompts = unread.without_last()
         if max(prompts.counts):
-            read_part(prompts, cache, read)
+            read_part(prompts, cache, read, keys_alone=True)
             self.cache.fill(rows, cache)
         self._unread = [
             (part, [None if row in rows else place for row, place in enumerate(places)])
@@ -144,13 +146,16 @@ class FeatureHistory:
         unread = self.take()
         before = unread.without_last()
         if max(before.counts):
-            read_part(before, self.cache, read)
+            read_part(before, self.cache, read, keys_alone=True)
         self._unread = [(unread.after(before.counts), [*range(len(before.counts))])]
         self.unread_counts = [1] * len(before.counts)
 
     def read_all(self, read: ReadFeatures) -> Tensor:
         """Let a head read the features that it has not read; returns each row's last state [B, H]."""
-        self.read_prompts(read)
+        if max(self.unread_counts) > FEW:
+            self.read_but_last(read)
+        else:
+            self.read_prompts(read)
         unread = self.take()
         return pick_last(read_part(unread, self.cache, read), unread.counts_tensor)
 
@@ -184,16 +189,17 @@ class FeaturePart:
         return FeaturePart(features, self.following.gather(1, column), self.counts_tensor - first, counts)
 
 
-def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures) -> Tensor:
-    """Let a head read features into its cache, some in a pass. Returns the states [B, T, H]."""
+def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures, keys_alone: bool = False) -> Tensor:
+    """Let a head read features into its cache, some in a pass. Returns as `ReadFeatures`."""
     if max(part.counts) <= READ_AT_ONCE:
-        return read(cache, part)
+        return read(cache, part, keys_alone)
     states = []
     for begin in range(0, max(part.counts), READ_AT_ONCE):
         columns = slice(begin, begin + READ_AT_ONCE)
         counts = (part.counts_tensor - begin).clamp(0, READ_AT_ONCE)
         sizes = [min(max(count - begin, 0), READ_AT_ONCE) for count in part.counts]
-        states.append(read(cache, FeaturePart(part.features[:, columns], part.following[:, columns], counts, sizes)))
+        some = FeaturePart(part.features[:, columns], part.following[:, columns], counts, sizes)
+        states.append(read(cache, some, keys_alone))
     return torch.cat(states, dim=1)
 
 

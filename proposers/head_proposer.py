@@ -166,10 +166,11 @@ class HeadProposer(TreeProposer):
         """`read_features` for a step."""
         return partial(self.read_features, step.target)
 
-    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
         """Let a head that attends to features read some. Returns its states [B, T, H] after them.
 
-        Here for heads that need keys and values alone: the features themselves.
+        keys_alone: nobody needs the states; what is returned may be anything. Here for heads that never have any: the
+        features themselves.
         """
         features = part.features.to(self.dtype)
         cache.write(*self.head.read(features, cache.positions(features.shape[1], features.device)))

@@ -73,7 +73,9 @@ class HydraProposer(HeadProposer):
     options = ("nodes",)
     usual_width = 8
 
-    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart) -> Tensor:
+    def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
+        if keys_alone:
+            return super().read_features(target, cache, part, keys_alone)
         states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
         return states
 

@@ -62,8 +62,6 @@ class LayerCall(NamedTuple):
 
 def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
     """The KV cache among a layer's arguments."""
-    if isinstance(named := kwargs.get("past_key_values"), KVCache):  # its name in most models
-        return named
     return next((value for value in (*kwargs.values(), *args) if isinstance(value, KVCache)), None)
 
 

@@ -234,7 +234,7 @@ def test_a_calibration_counts_for_eight_drafts() -> None:
     assert modest < unknown < promising < 9
 
 
-@pytest.mark.parametrize(("tokens", "room", "is_tried"), [(300, 64, True), (8000, 64, False), (8000, 2000, True)])
+@pytest.mark.parametrize(("tokens", "room", "is_tried"), [(2000, 64, True), (32000, 64, False), (32000, 2000, True)])
 def test_a_long_prompt_is_read_for_a_long_answer_alone(tokens: int, room: int, is_tried: bool) -> None:
     """Before anything is measured, by a pass of 32 milliseconds."""
     budget = DraftBudget()

@@ -19,6 +19,7 @@ from decode.prefill import read_texts
 from decode.trees.noise import TEXT, row_keys
 from heads import LayerCache
 from heads.layer_cache import attend
+from heads.layers import DecoderLayer
 from proposers import HEAD_PROPOSERS, HeadProposer, eagle, feature_history
 from proposers.dflash import DFlashDrafter
 from proposers.draft_budget import DraftBudget
@@ -314,6 +315,31 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, target:
     prompts = [[(7 * place + row) % VOCABULARY for place in range(size)] for row, size in enumerate((30, 8, 17))]
     proposer = make(kind, target, depth=2, nodes=8)
     drafted = record(proposer, target, prompts, max_new_tokens=10).drafted
+    for text in [*drafted][:3]:
+        assert agree(drafted[text], Written(target, proposer.head, text).grow(proposer, 8))
+
+
+@pytest.mark.parametrize(
+    "kind", ["hydra++", "eagle", "eagle3", "eagle with a window", "eagle3 with all else", "peagle", "jump"]
+)
+@torch.no_grad()
+def test_of_a_prompt_only_the_last_token_goes_through_the_layer(
+    monkeypatch: pytest.MonkeyPatch, target: Target, kind: str
+) -> None:
+    """Of the others, the head needs keys and values."""
+    monkeypatch.setattr(feature_history, "FEW", 4)
+    monkeypatch.setattr(eagle, "READ_AT_ONCE", 8)
+    tokens, finish = list[int](), DecoderLayer.finish
+
+    def count(layer: DecoderLayer, residual: Tensor, mixed: Tensor) -> Tensor:
+        tokens.append(residual.shape[1])
+        return finish(layer, residual, mixed)
+
+    proposer, prompts = make(kind, target, nodes=8), [[*range(3, 24)], [*range(24), *range(11)]]
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderLayer, "finish", count)
+        drafted = record(proposer, target, prompts, max_new_tokens=10).drafted
+    assert max(tokens) < 16
     for text in [*drafted][:3]:
         assert agree(drafted[text], Written(target, proposer.head, text).grow(proposer, 8))
 
