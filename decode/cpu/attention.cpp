@@ -99,10 +99,9 @@ struct Attention {
   using Number = typename T::Number;
   const Number *queries, *keys, *values, *masks;
   int64_t batch, heads, groups, nodes, slots, key_size, value_size;  // heads: of keys and values; nodes: of the longest
-  int64_t key_row, key_head, value_row, value_head, mask_row;        // strides
+  int64_t query_row, query_head, query_node, key_row, key_head, value_row, value_head, mask_row;  // strides
   float scale;
   bool flat;
-  int64_t nodes_in_row;  // of the queries: those of all rows in a flat pass
   const int64_t *counts_of, *firsts_of;  // of a flat pass; other threads have none
 
   int64_t live(int64_t row) const { return flat ? counts_of[row] : nodes; }
@@ -201,10 +200,11 @@ struct Attention {
     if (last == 0) return;
 
     float *query = scratch.query.data(), *key = scratch.key.data(), *scores = scratch.scores.data();
-    const int64_t place = flat ? part.head * groups * nodes_in_row + firsts_of[row] : (row * heads + part.head) * rows();
-    for (int64_t group = 0; group < groups; ++group)
-      for (int64_t i = 0; i < used * key_size; ++i)
-        query[group * used * key_size + i] = T::widen(queries[(place + group * nodes_in_row) * key_size + i]) * scale;
+    const Number* first_query = queries + (flat ? firsts_of[row] * query_node : row * query_row);
+    for (int64_t each = 0; each < asking; ++each) {
+      const Number* asked = first_query + (part.head * groups + each / used) * query_head + each % used * query_node;
+      for (int64_t d = 0; d < key_size; ++d) query[each * key_size + d] = T::widen(asked[d]) * scale;
+    }
     const int64_t blocks = scratch.blocks.size(), panels = (last - first + PANEL - 1) / PANEL;
     const int64_t bursts = blocks * (key_size / BURST), tiles = PANEL / WIDTH * (key_size / WIDTH);
     Fetch fetch(part.values + first * value_size, (last - first) * value_size, panels * (bursts + tiles));
@@ -340,6 +340,9 @@ Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& valu
       .slots = key.size(2),
       .key_size = key.size(3),
       .value_size = value.size(3),
+      .query_row = query.stride(0),
+      .query_head = query.stride(1),
+      .query_node = query.stride(2),
       .key_row = key.stride(0),
       .key_head = key.stride(1),
       .value_row = value.stride(0),
@@ -347,7 +350,6 @@ Attention<T> describe(const Tensor& query, const Tensor& key, const Tensor& valu
       .mask_row = mask.size(0) == 1 ? 0 : mask.stride(0),
       .scale = (float)scale,
       .flat = flat,
-      .nodes_in_row = query.size(2),
       .counts_of = counts.data(),
       .firsts_of = firsts.data(),
   };
@@ -363,8 +365,8 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Tens
 // query [B, groups * H, N, D], key [B, H, S, D] and value [B, H, S, E] whose slots are contiguous, mask [B, 1, N, S] to
 // add to the scores. Returns [B, N, groups * H, E]. In a flat pass query, mask and result have one row of all nodes.
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
-  query = torch::stable::contiguous(query);
-  mask = torch::stable::contiguous(mask);
+  if (query.stride(3) != 1) query = torch::stable::contiguous(query);
+  mask = make_contiguous(mask);
   const auto slots_are_contiguous = [](const Tensor& tensor) {
     return tensor.stride(3) == 1 && tensor.stride(2) == tensor.size(3);
   };

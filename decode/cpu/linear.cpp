@@ -299,7 +299,7 @@ Tensor linear(Tensor input, Tensor packed, std::optional<Tensor> bias, int64_t o
     STD_TORCH_CHECK(first[experts - 1] == last_rows[0], "each input row must have an expert");
     last_rows.assign(first, first + experts);
   }
-  input = torch::stable::contiguous(input);
+  input = make_contiguous(input);
   std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
   shape.back() = outputs;
   Tensor output = make_empty(input, shape);

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -24,6 +25,11 @@ inline Tensor borrow(AtenTensorHandle handle) {
   AtenTensorHandle own;
   TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &own));
   return Tensor(own);
+}
+
+// The tensor, or a copy. Torch's function asks the dispatcher even where there is nothing to do.
+inline Tensor make_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // A contiguous tensor of another's dtype and device. It does without torch's dispatcher, unlike torch's own function.
