@@ -107,7 +107,10 @@ def find_folder(folder: str | Path) -> Path:
     """The path of a head's folder. Raises ValueError if it does not exist; heads are not downloaded from a hub."""
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"cannot load a head from {str(folder)!r}: there is no such local folder")
+        raise ValueError(
+            f"cannot load a head from {str(folder)!r}: there is no such local folder; heads of the hub are fetched by "
+            "hf download NAME --local-dir FOLDER"
+        )
     return path
 
 

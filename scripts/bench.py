@@ -33,6 +33,7 @@ from draftless_commands.shared.options import ModelOptions, add_model_options, l
 from draftless_commands.shared.prompts import TEMPLATE_OPTION, encode_turn
 from training.rendering import Renderer
 
+JSON_HELP = "write the report; continue it if it was interrupted (not with --passes)"
 DEFAULT_METHODS, REPEATS = "none,hf,ngram,merged,auto", 3
 METHOD_OPTIONS = ("limit", "max_new_tokens", "temperature", "seed", "batch_size")
 # Options that what is measured does not take. The parts of the first hour have their own.
@@ -109,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = run_passes(args) if args.passes else run_bench(args, partial)
         if args.json is not None:
             files.write_report(args.json, report)
-            partial.unlink(missing_ok=True)
+            if args.report is None and not args.passes:  # else it is another run's
+                partial.unlink(missing_ok=True)
         print(format_passes(report) if "passes" in report else format_tables(report["rows"]))
         if args.plot is not None:
             (draw_passes if "passes" in report else draw_methods)(report, args.plot)
@@ -132,7 +134,7 @@ def make_parser() -> Parser:
     add("--batch-size", type=whole, default=1, metavar="N", help="questions of a category at a time (default: 1)")
     add("--template-option", **TEMPLATE_OPTION)
     add("--threads", type=whole, metavar="N", help="CPU threads (default: torch's choice)")
-    add("--json", type=Path, metavar="FILE", help="write the report; continue it if it was interrupted")
+    add("--json", type=Path, metavar="FILE", help=JSON_HELP)
     add("--plot", type=Path, metavar="FILE", help="draw the first table: a .png or .svg file")
     add("--llama-bench", metavar="PROGRAM", help="with --passes and --dtype: compare with llama.cpp's llama-bench")
     add("--gguf", metavar="FILE", help="the model for llama-bench")

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from decode import Answer, Chunk, Sampling, stream
+from decode import Answer, Chunk, Grammar, Sampling, stream
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
 from draftless_commands.shared.options import (
     DRAFTING,
@@ -52,7 +52,7 @@ others continue, and the exit status is 2.
 With --json, each line is one answer: index (of the prompt, from 0), turn (from 0), prompt_tokens (number), tokens
 (ids, end token included), text, finish (eos, stop, grammar, length, context or error), steps (forward passes of the
 model), tau (tokens per step), tokens_per_second, accepted_by_depth (accepted draft tokens 1, 2, ... tokens ahead),
-seconds.
+seconds, error (what ended it, if finish is error).
 """
 
 
@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         lock = args.store and hold(args.store)  # noqa: F841  until the end
         if "" in args.stop:
             raise ValueError("--stop needs a text that is not empty")
+        if args.grammar is not None:
+            Grammar(args.grammar)  # finds a missing file or a bad schema before a model is loaded
         path = args.prompt_file
         conversations = read_conversations(path) if path is not None else [ask([args.prompt], "--prompt")]
         store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
@@ -83,17 +85,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in SETTINGS}
         turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[str]()
-        # One stream per turn, not per batch: request ids, and with them the random draws, do not depend on batch size.
-        for turn in range(turns):
-            asked, encoded = encode_turn(conversations, turn, target, renderer)
-            if not asked:
-                break
-            chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
-            titled = turns + len(conversations) > 2
-            failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
-        if store is not None and args.store is not None:
-            proposer.keep_answers()
-            store.save(args.store, target)
+        try:
+            # One stream per turn, not per batch: request ids, and so the random draws, do not depend on its size.
+            for turn in range(turns):
+                asked, encoded = encode_turn(conversations, turn, target, renderer)
+                if not asked:
+                    break
+                chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
+                titled = turns + len(conversations) > 2
+                failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
+        finally:
+            if store is not None and args.store is not None:
+                proposer.keep_answers()
+                store.save(args.store, target)
         if failed:
             raise ValueError("; ".join(failed))
         if any(conversation.is_open for conversation in conversations):

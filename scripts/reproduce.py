@@ -40,10 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; continue it if interrupted")
     add_model_options(parser, "the one that was published")
     args = parser.parse_args(argv)
-    if args.name is None:
-        print(list_published())
-        return
     with failing_clearly(parser):
+        if args.name is None:
+            if args != parser.parse_args([]):
+                raise ValueError(f"give NAME, too: {', '.join(PUBLISHED)}")
+            print(list_published())
+            return
         if args.questions is None or not args.questions.is_file():  # before anything is fetched
             raise ValueError(f"give --questions FILE, a file with {PUBLISHED[args.name].questions}")
         check_writable(args.json, "--json")

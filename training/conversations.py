@@ -102,7 +102,7 @@ def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Con
     else:
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        if not messages or messages[-1]["role"] not in ("user", "tool"):
+        if not any(message["role"] in ("user", "tool") for message in messages):
             raise ValueError(f"{place}: there is no question to answer: messages need one by user")
     read = [_read_content(message, place) for message in messages]
     if not answered and read[-1]["role"] == "user":  # a tool may have nothing to say

@@ -41,7 +41,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Jordan et al. 2024
 VOCABULARIES = {"lm_head", "lm_heads", "embed_tokens", "markov_head"}
 LOG_EVERY = 10
 EXPLODED = 3.0  # times the mean loss so far
-STOPPED = 128 + signal.SIGTERM
+STOPPED = 128  # plus the signal's number
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Trainer:
         length = int(WARMUP * self.steps) + 1, self.steps + 1
         self.lr_schedulers = [get_cosine_schedule_with_warmup(one, *length, last_epoch=0) for one in self.optimizers]
         self.progress = Progress()
-        self._terminated = False
+        self._signal = 0  # that asked it to stop
 
     @property
     def finished(self) -> bool:
@@ -149,7 +149,7 @@ class Trainer:
         of steps made.
 
         begin_with_best: validate first; later heads are saved only if they beat this one. Raises ValueError if the
-        loss explodes (saved files stay), SystemExit after a SIGTERM (with a checkpoint).
+        loss explodes (saved files stay), SystemExit after SIGTERM or SIGINT (with a checkpoint).
         """
         if state is not None:
             self._restore(state)
@@ -157,14 +157,21 @@ class Trainer:
         if len(self._gather(first)) > 1:
             raise ValueError(f"not every process finds the checkpoint in {self.folder}: it must be on a shared disk")
         self.metrics = Metrics(self.folder, first) if self.accelerator.is_main_process else None
-        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_terminated", True))
+        signals = signal.SIGTERM, signal.SIGINT
+        previous = [signal.signal(each, self._stop) for each in signals]
         try:
             if state is None and begin_with_best:
                 self._validate()
             self._train()
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for each, handler in zip(signals, previous, strict=True):
+                signal.signal(each, handler)
         return self.progress.step - first
+
+    def _stop(self, number: int, frame: object) -> None:
+        """Stop after this step, with a checkpoint. A second Ctrl-C ends it at once."""
+        self._signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _train(self) -> None:
         schedule, progress = self.schedule, self.progress
@@ -186,11 +193,11 @@ class Trainer:
                     self._log(**losses)
                 if last or progress.step % schedule.validate_every == 0:
                     self._validate()
-                stopping = True in self._gather(self._terminated)  # in any process
+                stopping = max(self._gather(self._signal))  # of any process
                 if progress.step % schedule.save_every == 0 or self.finished or stopping:
                     self._save()
                 if stopping:
-                    raise SystemExit(STOPPED)
+                    raise SystemExit(STOPPED + stopping)
 
     def _step(self, numbers: Sequence[int]) -> dict[str, Any]:
         """One optimizer step over a batch of examples, given by their numbers. Returns values to log."""

@@ -173,7 +173,7 @@ def merge_adapters(adapted: Any) -> PreTrainedModel:
         dtype = weights[0].dtype
         layer.double()
         layer.merge()
-        base.float().to(dtype)
+        layer.get_base_layer().float().to(dtype)  # peft exchanges a norm
     model: PreTrainedModel = adapted.unload()
     _untie(model)
     return model.eval()

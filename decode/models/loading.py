@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from decode.models.default_model import default_model
 from decode.requests.text import Tokenizer
 from decode.weights.gguf.description import has_description
 from decode.weights.gguf.model import find_gguf, load_gguf
-from decode.weights.layers import cast
+from decode.weights.layers import cast, refuse_gaps
 
 POINTER = b"version https://git-lfs.github.com/spec"  # begins the text that Git LFS puts in place of a file
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -146,7 +145,7 @@ def _load(name: str, **options: Any) -> PreTrainedModel:
         output_loading_info=True,
         **options,
     )
-    _refuse_gaps(report)
+    refuse_gaps(report)
     return model
 
 
@@ -173,15 +172,6 @@ def _explain(error: Exception, folder: str) -> str:
     if not isinstance(error, OSError | ValueError | RuntimeError):  # the text of a KeyError is just a key
         reason = f"{type(error).__name__}: {reason}"
     return reason if Path(folder).exists() else f"there is no such folder or file; as a hub id: {reason}"
-
-
-def _refuse_gaps(report: Mapping[str, Any]) -> None:
-    """Raise ValueError for missing or misshapen weights, which transformers would fill with random numbers."""
-    misshapen = [key for key, *_ in report["mismatched_keys"]]
-    for keys, fault in ((report["missing_keys"], "are missing"), (misshapen, "have other shapes than in config.json")):
-        if keys:
-            names = ", ".join(sorted(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-            raise ValueError(f"weights {fault}: {names}")
 
 
 def _parse_dtype(name: str) -> torch.dtype:

@@ -6,7 +6,7 @@ Shapes: N outputs, K inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -75,6 +75,15 @@ class LiveWeights:
 def sample(tensor: Tensor) -> Tensor:
     """Some `SAMPLES` elements of a tensor, evenly spread over its rows and columns."""
     return tensor.detach().flatten()[:: tensor.numel() // SAMPLES | 1].clone()  # an odd stride meets many columns
+
+
+def refuse_gaps(report: Mapping[str, Any]) -> None:
+    """Raise ValueError for missing or misshapen weights, which transformers would fill with random numbers."""
+    misshapen = [key for key, *_ in report["mismatched_keys"]]
+    for keys, fault in ((report["missing_keys"], "are missing"), (misshapen, "have other shapes than in config.json")):
+        if keys:
+            names = ", ".join(sorted(keys)[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            raise ValueError(f"weights {fault}: {names}")
 
 
 def cast(model: Any, dtype: Any) -> Any:

@@ -226,7 +226,8 @@ def export_eagle3(head: Eagle3Head) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "target_hidden_size": head.target_hidden_size,
         "draft_vocab_size": None if config.output == "target" else head.draft_size,
         **{name: getattr(config, name) for name in NORMS},
-        "norm_output": config.normed_feedback,
+        # Without the key, states are normed and not fed back so. False means another thing to SpecForge: `_read_norms`.
+        **({} if config.final_norm and not config.normed_feedback else {"norm_output": config.normed_feedback}),
         READ: list(config.features),
         "num_aux_hidden_states": len(config.features),
         "eagle_config": {READ: [layer - 1 for layer in config.features], "use_aux_hidden_state": True},

@@ -94,17 +94,18 @@ def run_parts(parts: Sequence[Part], folder: Path, device: torch.device) -> dict
 def run_part(part: Part, folder: Path) -> dict[str, Any]:
     """Run a part in a process of its own."""
     log, begun = folder / "part.log", perf_counter()
-    with log.open("w", encoding="utf-8") as output:
-        try:
+    try:
+        with log.open("w", encoding="utf-8") as output:
             ended = subprocess.run(
                 part.command, stdout=output, stderr=subprocess.PIPE, timeout=60 * part.minutes, cwd=ROOT
             )
-            errors, status = ended.stderr, DONE if ended.returncode == 0 else f"failed ({ended.returncode})"
-        except subprocess.TimeoutExpired as late:
-            errors = late.stderr or b""
-            status = f"killed after {part.minutes:g} minutes"
-    text = log.read_text(encoding="utf-8", errors="replace")
-    log.unlink()
+        errors, status = ended.stderr, DONE if ended.returncode == 0 else f"failed ({ended.returncode})"
+    except subprocess.TimeoutExpired as late:
+        errors = late.stderr or b""
+        status = f"killed after {part.minutes:g} minutes"
+    finally:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        log.unlink()
     return {
         "name": part.name,
         "command": [*part.command],

@@ -108,7 +108,7 @@ def time_steps(target: Target, proposer: Proposer | None, prompts: list[list[int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("mode", help="off, packed or graphs")
+    parser.add_argument("mode", choices=["off", "packed", "graphs"])
     parser.add_argument("--context", type=int, default=512, help="tokens of prompts (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1, help="rows of a batch (default: %(default)s)")
     parser.add_argument("--device", default="cuda")

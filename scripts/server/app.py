@@ -54,7 +54,8 @@ class Server:
         self._driver: asyncio.Task[None] | None = None
 
     async def check_key(self, http: HttpRequest) -> None:
-        given = http.headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else ""
         if self.api_key is not None and not secrets.compare_digest(given.encode(), self.api_key.encode()):
             raise Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -288,7 +289,7 @@ def make_app(server: Server, host: str = "127.0.0.1", most_bytes: int = 2 << 20)
     async def complete(http: HttpRequest) -> Response:
         return await server.answer(http, await read_body(http, TextFields, most_bytes))
 
-    @app.get("/v1/models", dependencies=keyed)
+    @app.api_route("/v1/models", methods=["GET", "HEAD"], dependencies=keyed)
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [describe(server)]}
 
@@ -302,7 +303,7 @@ def make_app(server: Server, host: str = "127.0.0.1", most_bytes: int = 2 << 20)
     async def show_page() -> FileResponse:
         return FileResponse(Path(__file__).with_name("page.html"))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def tell_health() -> Response:
         return Response()
 

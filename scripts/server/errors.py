@@ -8,6 +8,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+VARIED = "prompt", "stop", "tool_choice"  # fields that may have several types
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -29,9 +30,13 @@ class Refusal(Exception):
 
 
 def read_faults(faults: Any) -> Refusal:
-    """The first of pydantic's faults of a body, in one line that names the field."""
+    """The first of pydantic's faults of a body, in one line that names the field: all of those of a field that may have
+    several types."""
     fault = faults[0]
     place = ".".join(map(str, fault["loc"]))
+    if (name := place.partition(".")[0]) in VARIED:
+        messages = dict.fromkeys(each["msg"] for each in faults if each["loc"][0] == name)
+        return Refusal(400, f"{name}: {'; or '.join(messages)}", name)
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON ({fault.get('ctx', {}).get('error', fault['msg'])})")
     message = (

@@ -29,6 +29,7 @@ Listed = Annotated[list[Item], Field(fail_fast=True, min_length=1)]  # the first
 
 class StreamOptions(Part):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is added to events
     continuous_usage_stats: bool | None = None  # as vLLM's: every event has the usage so far
     include_sources: bool | None = None  # beyond OpenAI's: each token's text, and the source that drafted it
 
@@ -50,9 +51,15 @@ class Fields(Part):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    user: str | None = None  # says who asks; it changes no answer
+    # They say who asks, what is kept and how it is sent. They change no answer.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     # Beyond OpenAI's.
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0, and vLLM's -1: all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     nodes: Count | None = None
@@ -65,7 +72,7 @@ class Fields(Part):
         """
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
+            top_k=self.top_k and max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
             processors=make_processors(self, prompt, vocabulary),
@@ -103,7 +110,9 @@ class ChatFields(Fields):
     tools: Listed[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # as vLLM's: options of the model's chat template
+    reasoning_effort: str | None = None  # one of these
 
     def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
         if self.top_logprobs is not None and not self.logprobs:
@@ -158,7 +167,9 @@ class ChatFields(Fields):
     def conversation(self) -> dict[str, Any]:
         """The messages as a row of `training.conversations`."""
         row: dict[str, Any] = {"messages": [self._read(each) for each in self.messages], "tools": self.given_tools}
-        return row | ({"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {})
+        options = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        options |= self.chat_template_kwargs or {}
+        return row | ({"chat_template_kwargs": options} if options else {})
 
     @staticmethod
     def _read(message: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +180,8 @@ class ChatFields(Fields):
         kept = {name: value for name, value in message.items() if value is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
+        if kept.get("role") == "assistant" and not kept.get("tool_calls"):
+            kept.setdefault("content", "")
         if calls := kept.get("tool_calls"):
             if not isinstance(calls, list):
                 raise ValueError("messages: tool_calls are a list")
@@ -182,9 +195,11 @@ class TextFields(Fields):
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOG_PROBS)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
 
     def read_settings(self, prompt: int, vocabulary: int) -> dict[str, Any]:
+        if self.echo:
+            raise ValueError("echo is not supported")
         return super().read_settings(prompt, vocabulary) | {"log_probs": self.logprobs}
 
     @property

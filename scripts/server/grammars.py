@@ -25,9 +25,14 @@ def check_size(grammar: Any) -> Any:
 
 
 class Part(BaseModel):
-    """A part of a body. Fields that are not listed are refused by name."""
+    """A part of a body. Fields that are not listed are refused by name, unless they are null."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class JsonSchema(Part):

@@ -93,6 +93,17 @@ def test_a_block_head_means_the_same_without_our_settings(tmp_path, window, full
     ] * 2
 
 
+@pytest.mark.parametrize("settings", [{}, {"final_norm": False}, {"fc_norm": True, "normed_feedback": True}])
+def test_an_eagle3_head_means_the_same_without_our_settings(tmp_path, settings):
+    head = made("eagle3", **settings)
+    save_head(head, tmp_path)
+    config, tensors = read(tmp_path)
+    config.pop("draftless")
+    loaded = load_head(write(tmp_path, "model.safetensors", tensors, config))
+    for name in ("final_norm", "fc_norm", "normed_feedback", "norm_before_residual"):
+        assert getattr(loaded.config, name) == getattr(head.config, name), name
+
+
 # ---- what servers read ----
 
 
@@ -177,7 +188,7 @@ def test_servers_can_read_an_eagle3_head(tmp_path, settings, scaling):
     assert config["draft_vocab_size"] == (None if head.output == "target" else head.draft_size)
     assert (config[READ], config["eagle_config"][READ]) == ([2, 5, 9], [1, 4, 8])
     assert config["num_aux_hidden_states"] == 3
-    assert not any(config[flag] for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+    assert not any(config.get(flag) for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
     assert (config["rope_scaling"] or {}).get("rope_type", "default") == config["rope_parameters"]["rope_type"]
     expected = {f"midlayer.{name}.weight": [HIDDEN] for name in ("input_layernorm", "hidden_norm")}
     expected |= {"fc.weight": [HIDDEN, 3 * HIDDEN], "norm.weight": [HIDDEN]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,36 @@ def client(target: Target) -> Iterator[TestClient]:
 
 def ask(client: TestClient, **fields: Any) -> Any:
     return client.post("/v1/chat/completions", json=ASKED | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict.fromkeys(("reasoning_effort", "store", "metadata", "functions", "audio", "suffix")),
+        {"safety_identifier": "a", "prompt_cache_key": "b", "store": False, "metadata": {"a": "b"}},
+        {"service_tier": "auto", "modalities": ["text"], "top_k": -1, "stream_options": {"include_obfuscation": False}},
+        {"messages": [*MESSAGES, {"role": "assistant", "content": None, "refusal": "no"}, MESSAGES[-1]]},
+        {"messages": [MESSAGES[-1], {"role": "developer", "content": "Be short."}]},
+    ],
+)
+def test_what_clients_send_besides(client: TestClient, fields: dict[str, Any]) -> None:
+    made = ask(client, **SHORT, **fields)
+    assert made.status_code == 200, made.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": ["a"] * 17}, "stop: Input should be a valid string; or List should have at most 16 items"),
+        ({"stop": [1]}, "stop: Input should be a valid string"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: .*; or Field required"),
+        ({"reasoning_effort": "low"}, "'reasoning_effort', which this model's chat template does not take"),
+    ],
+)
+def test_what_is_wrong_is_named(client: TestClient, fields: dict[str, Any], message: str) -> None:
+    made = ask(client, **SHORT, **fields)
+    assert made.status_code == 400 and re.search(message, made.json()["error"]["message"]), made.text
+    assert made.json()["error"]["param"] in (None, "messages", *fields)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -23,7 +23,13 @@ GGUF_ADVICE = 'reading a GGUF file needs the gguf package: run pip install "draf
 DESCRIPTION = "config.json", "tokenizer.json"
 LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # of 27B, by their layers
 BASE_IGNORED = {"starcoder2", "stablelm"}  # architectures whose base of rotary positions transformers does not read
-FORM = 4  # of what is written; a folder in the cache with another is made again
+PARTIAL_ROTARY = {"stablelm", "nemotron", "phi3"}  # architectures that may rotate a part of a head's elements
+IGNORED = {  # other keys of a header that transformers does not read, and what a config calls them
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.clamp_kqv": "clip_qkv",
+}
+FORM = 5  # of what is written; a folder in the cache with another is made again
 
 
 def is_installed(package: str) -> bool:
@@ -87,29 +93,45 @@ def _make_config(file: GgufFile) -> PreTrainedConfig:
     if file.architecture == "olmoe":
         found = {name: values[f"olmoe.{key}"] for key, name in renamed.items() if name and f"olmoe.{key}" in values}
         config = AutoConfig.for_model("olmoe", tie_word_embeddings="output.weight" not in file.tensors, **found)
-        _scale_positions(file, config)
+        _complete(file, config)
         return config
     with contextlib.redirect_stderr(io.StringIO()):
         config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     if size := values.get(f"{file.architecture}.expert_feed_forward_length"):
         config.moe_intermediate_size = size
     config._name_or_path = ""
-    _scale_positions(file, config)
+    _complete(file, config)
     return config
 
 
-def _scale_positions(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Take over what transformers ignores in a header: the base and the scaling of rotary embeddings, and Gemma's scale
-    of queries, which llama.cpp knows by the number of layers.
+def _complete(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Take over what transformers ignores in a header, and Gemma's scale of queries.
 
-    Raises ValueError for a scaling of another kind.
+    llama.cpp knows that by the number of layers.
+
+    Raises ValueError for rotary embeddings of another kind, and for factors that no config has.
     """
     architecture, values = file.architecture, file.fields
     layers = getattr(config, "num_hidden_layers", None)
     if (architecture, layers) in LARGEST_GEMMAS:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    for key, name in IGNORED.items():
+        if (value := values.get(f"{architecture}.{key}")) is not None and hasattr(config, name):
+            setattr(config, name, value)
+    for key in ("rope.scaling.attn_factor", "expert_weights_scale"):
+        if values.get(f"{architecture}.{key}", 1) not in (0, 1):  # 0: none
+            raise ValueError(f"{file.path.name} has {key} {values[f'{architecture}.{key}']}, which is not read")
+    _scale_positions(file, config)
+
+
+def _scale_positions(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Take over the base, the share and the scaling of rotary embeddings."""
+    architecture, values = file.architecture, file.fields
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma scales layers without a window
+    if architecture in PARTIAL_ROTARY and (rotated := values.get(f"{architecture}.rope.dimension_count")):
+        size = values.get(f"{architecture}.attention.key_length") or config.hidden_size // config.num_attention_heads
+        rope["partial_rotary_factor"] = rotated / size
     if architecture in BASE_IGNORED and (base := values.get(f"{architecture}.rope.freq_base")):
         rope["rope_theta"] = base
     factor = values.get(f"{architecture}.rope.scaling.factor") or values.get(f"{architecture}.rope.scale_linear") or 1.0

@@ -33,7 +33,7 @@ from decode.weights.blocks import BLOCKS, StoredExperts, StoredLayer, WeightStac
 from decode.weights.gguf.description import describe, is_installed, make_generation_config, require_gguf
 from decode.weights.gguf.file import GgufFile
 from decode.weights.gguf.tokenizer import Vocabulary
-from decode.weights.layers import cast
+from decode.weights.layers import cast, refuse_gaps
 
 SHIFTED = {"gemma2", "gemma3", "nemotron"}  # their files hold 1 + the norms' weights
 # Architectures whose linear layers are stored as transformers has them, rows of the first aside.
@@ -112,14 +112,18 @@ def _read_generation_config(file: GgufFile, folder: Path, config: Any) -> Genera
 
 def _load_with_transformers(file: GgufFile, folder: Path, dtype: Any, device_map: Any) -> PreTrainedModel:
     with contextlib.redirect_stderr(io.StringIO()):  # hides short progress bars
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             file.path.parent,
             config=AutoConfig.from_pretrained(folder),
             gguf_file=file.path.name,
             quantization_config=GgufConfig(dequantize=True),  # else a machine with GGUF kernels keeps the blocks
             dtype=dtype,
             device_map=device_map,
+            output_loading_info=True,
         )
+    refuse_gaps(report)
+    if file.architecture in IN_BLOCKS:
+        _find_names(file, model)
     for key in ("quantization_config", "_model_name_or_path"):
         vars(model.config).pop(key, None)  # wrong for a saved model; transformers would refuse the first
     return model

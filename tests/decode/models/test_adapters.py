@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -73,6 +73,23 @@ def test_the_fingerprint_does_not_depend_on_the_format(save_model: Callable[...,
         assert {target.dtype for target in formats.values()} == {torch.float32, torch.bfloat16, torch.float64}
         assert len({target.weights_fingerprint for target in formats.values()}) == 1
         torch.testing.assert_close(read(formats["float32"].model), read(adapted), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tuned_norms_are_merged_in_the_models_dtype(
+    save_model: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    base = save_model(dtype=dtype)
+    tuned = get_peft_model(load_model(base)[0], LNTuningConfig(target_modules=["input_layernorm"]))
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            if weight.requires_grad:
+                weight.add_(0.5)
+    tuned.peft_config["default"].base_model_name_or_path = str(base)
+    tuned.save_pretrained(str(tmp_path))
+    merged = load_model(tmp_path)[0]
+    assert len({weight.dtype for weight in merged.parameters()}) == 1
+    torch.testing.assert_close(read(merged), read(tuned.eval()), rtol=1e-3, atol=1e-4)
 
 
 def test_an_adapter_of_an_adapted_model(save_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -267,6 +267,7 @@ POSITIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         YARN | BASE | {"original_max_position_embeddings": 64},
     ),
     "base": ("starcoder2", {}, {"rope_type": "default", "rope_theta": 99999.0}),
+    "a share": ("stablelm", {"stablelm.rope.dimension_count": 8}, BASE | {"partial_rotary_factor": 0.5}),
     "some layers": (
         "gemma3_text",
         {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 4.0},
@@ -296,6 +297,19 @@ def test_the_largest_gemmas_scale_queries_as_llama_cpp_does(tmp_path: Path) -> N
     config = write_model("gemma2", tmp_path / "m.gguf", num_hidden_layers=46, layer_types=kinds).config
     width = config.hidden_size // config.num_attention_heads
     assert load_model(tmp_path / "m.gguf")[0].config.query_pre_attn_scalar == width != config.query_pre_attn_scalar
+
+
+def test_a_header_caps_logits(tmp_path: Path) -> None:
+    caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+    write_model("gemma2", tmp_path / "m.gguf", fields={f"gemma2.{name}": cap for name, cap in caps.items()})
+    config = load_model(tmp_path / "m.gguf")[0].config
+    assert {name: getattr(config, name) for name in caps} == caps
+
+
+def test_factors_that_no_config_has_are_refused(tmp_path: Path) -> None:
+    write_model("llama", tmp_path / "m.gguf", fields={"llama.rope.scaling.attn_factor": 2.0})
+    with pytest.raises(ValueError, match=r"m\.gguf has rope\.scaling\.attn_factor 2\.0, which is not read"):
+        load_model(tmp_path / "m.gguf")
 
 
 def test_unknown_positions_are_refused(tmp_path: Path) -> None:
@@ -377,6 +391,15 @@ def test_damaged_files_are_refused_in_one_line(name: str, file: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         load_model(file)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("new", [b"blk.1.ffn_xy", b"blk.1.attn_q"])
+def test_weights_of_other_names_are_refused_on_any_path(new: bytes, file: Path) -> None:
+    """transformers would fill what is missing with random numbers, and leave out what is too many."""
+    file.write_bytes(rewrite(b"blk.1.ffn_up", new)(file.read_bytes()))
+    for settings in ({}, {"device_map": "cpu"}):
+        with pytest.raises(ValueError, match=r"blk\.1|mlp\.up_proj|weights"):
+            load_model(file, **settings)
 
 
 def test_a_header_is_that_of_gguf_py(file: Path) -> None:
