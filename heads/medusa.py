@@ -111,8 +111,7 @@ class HydraHead(VocabularyHead):
     def read(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [B, G, N, D] of the prefix layer, from the target's features [B, N, H] at positions."""
         layer: Any = self.prefix and self.prefix["layer"]
-        table = layer.self_attn.config.rotary_table(positions, features.dtype)
-        return layer.self_attn.keys_and_values(layer.input_layernorm(features), table)
+        return layer.self_attn.keys_and_values(layer.input_layernorm(features), positions)
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:
         """Features [..., H] and embeddings [..., index + 1, H] of the next tokens -> head `index`'s state [..., H]."""
