@@ -448,7 +448,8 @@ def test_prepared_heads_draft_the_same(kind: str, monkeypatch: pytest.MonkeyPatc
         assert drafted.keys() == stock.keys()
         for text, paths in drafted.items():
             assert sorted(paths.values()) == pytest.approx(sorted(stock[text].values()), rel=1e-3)
-        assert record(proposer.renew(), target, max_new_tokens=8).drafted == stock  # the head itself is unchanged
+        again = record(proposer.renew(), target, max_new_tokens=8).drafted  # the head itself is unchanged
+        assert again.keys() == stock.keys() and all(agree(again[text], paths) for text, paths in stock.items())
 
 
 @needs_compiler
