@@ -57,7 +57,7 @@ class EagleHead(VocabularyHead):
         """The keys and values [B, G, N, D] that `forward` attends with, a small part of its work."""
         layer: Any = self.layers[0]
         states = layer.input_layernorm(self.fc(torch.cat([embedded, features], dim=-1)))
-        return layer.self_attn.keys_and_values(states, self.config.layer.rotary_table(positions, states.dtype))
+        return layer.self_attn.keys_and_values(states, positions)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Eagle3Head(VocabularyHead):
         """As `EagleHead.read`, of the first layer."""
         layer: Any = self.midlayer
         joined = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(fused)], dim=-1)
-        return layer.self_attn.keys_and_values(joined, self.config.layer.rotary_table(positions, joined.dtype))
+        return layer.self_attn.keys_and_values(joined, positions)
 
     def normalise(self, states: Tensor) -> Tensor:
         return states if self.config.normed_feedback else self.norm(states)

@@ -58,8 +58,7 @@ class JumpHead(VocabularyHead):
     def read(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values [B, G, N, D] of a text, from the target's features [B, N, 2 H] at positions."""
         below = features[..., : self.hidden_size]
-        table = self.config.layer.rotary_table(positions, features.dtype)
-        return self.layer.self_attn.keys_and_values(self.layer.input_layernorm(below), table)
+        return self.layer.self_attn.keys_and_values(self.layer.input_layernorm(below), positions)
 
     def above(self, features: Tensor) -> Tensor:
         """The states [..., H] above the layer, from the target's features [..., 2 H]."""

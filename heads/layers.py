@@ -137,8 +137,9 @@ class Attention(nn.Module):
         table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, queries.dtype)
         return self._turn(queries, self.q_norm, table), *self.keys_and_values(states, table)
 
-    def keys_and_values(self, states: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
-        """States [B, T, inputs x H] -> keys, rotated by the table of their positions, and values [B, G, T, D]."""
+    def keys_and_values(self, states: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """States [B, T, inputs x H] -> keys and values [B, G, T, D], as `project` computes them."""
+        table = positions if isinstance(positions, RotaryTable) else self.config.rotary_table(positions, states.dtype)
         return self._turn(self.k_proj(states), self.k_norm, table), self._split(self.v_proj(states))
 
     def queries(self, states: Tensor, table: RotaryTable) -> Tensor:

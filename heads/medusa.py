@@ -6,14 +6,13 @@ Models via Multi-token Prediction" (2024). Shapes: B rows, N tokens, K heads, H 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heads.layer_cache import Attend, LayerCache, attend
+from heads.layer_cache import Attend, attend
 from heads.layers import DecoderLayer, LayerConfig, Norm, ResidualBlock
 from heads.vocabulary import HeadConfig, Output, VocabularyHead
 
@@ -90,29 +89,20 @@ class HydraHead(VocabularyHead):
             norm = Norm(config.hidden_size, config.prefix.rms_norm_eps)
             self.prefix = nn.ModuleDict({"layer": DecoderLayer(config.hidden_size, config.prefix), "norm": norm})
 
-    def contextualize(
-        self, features: Tensor, cache: LayerCache | None = None, counts: Sequence[int] | None = None
-    ) -> Tensor:
+    def contextualize(self, features: Tensor, positions: Tensor | None = None, attend: Attend = attend) -> Tensor:
         """The target's features [B, N, H] -> the heads' input [B, N, H], through the prefix layer if there is one.
 
-        Without a cache, the features start at position 0 and can be padded on the right. With a cache, they follow
-        its tokens, and it keeps the first counts[b] of each row (None: all).
+        positions [B, N]: None counts from 0. Features can be padded on the right.
         """
         if self.prefix is None:
             return features
-        (batch, tokens), device = features.shape[:2], features.device
-        if cache is None:
-            states = self.prefix["layer"](features, torch.arange(tokens, device=device)[None])
-        else:
-            states = self.prefix["layer"](features, cache.positions(tokens, device), cache.attend)
-            cache.keep([tokens] * batch if counts is None else counts)
-        return self.prefix["norm"](states)
+        positions = torch.arange(features.shape[1], device=features.device)[None] if positions is None else positions
+        return self.prefix["norm"](self.prefix["layer"](features, positions, attend))
 
     def read(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [B, G, N, D] of the prefix layer, from the target's features [B, N, H] at positions."""
         layer: Any = self.prefix and self.prefix["layer"]
-        table = layer.self_attn.config.rotary_table(positions, features.dtype)
-        return layer.self_attn.keys_and_values(layer.input_layernorm(features), table)
+        return layer.self_attn.keys_and_values(layer.input_layernorm(features), positions)
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:
         """Features [..., H] and embeddings [..., index + 1, H] of the next tokens -> head `index`'s state [..., H]."""

@@ -101,9 +101,7 @@ def load_proposer(
 def _load_drafter(name: str, target: Target, options: DraftingOptions) -> TreeProposer | None:
     """What drafts for "merged" or "auto" in addition to its sources."""
     if options.draft_model is not None:
-        drafter = _load_draft_proposer(target, options.draft_model, DraftingOptions())
-        assert isinstance(drafter, TreeProposer)  # without a proposer of its own
-        return drafter
+        return _load_draft_proposer(target, options.draft_model, DraftingOptions())
     if options.head is not None:
         folder = find_head(name, options.head) or find_checkpoint(target)
         return _load_head_proposer(None, folder, target, **options.select(["head_window"]))
@@ -164,16 +162,13 @@ def _load_head_proposer(kind: str | None, folder: Path, target: Target, **shape:
     return proposer
 
 
-def _load_draft_proposer(
-    target: Target, draft_model: Target | str | Path, options: DraftingOptions
-) -> DraftProposer | StagedProposer:
+def _load_draft_proposer(target: Target, draft_model: Target | str | Path, options: DraftingOptions) -> DraftProposer:
     """A proposer with a draft model, calibrated if its folder has a calibration."""
     inner, shape = options.draft_proposer, options.select(SHAPE)
     if not isinstance(draft_model, Target):
         placed: dict[str, Any] = {"dtype": target.dtype, "device": str(target.device)}
         draft_model = load_draft_model(str(draft_model), whole=inner is not None, **placed)
     folder = str(draft_model.model.name_or_path)
-    proposer: DraftProposer | StagedProposer
     if inner is None:
         calibration = load_calibration(folder) if folder else None
         proposer = DraftProposer(draft_model, calibration=calibration, sampled=options.sampled, **shape)

@@ -76,7 +76,10 @@ class HydraProposer(HeadProposer):
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
         if keys_alone:
             return super().read_features(target, cache, part, keys_alone)
-        states: Tensor = self.head.contextualize(part.features.to(self.dtype), cache, part.counts)
+        features = part.features.to(self.dtype)
+        positions = cache.positions(features.shape[1], features.device)
+        states: Tensor = self.head.contextualize(features, positions, cache.attend)
+        cache.keep(part.counts, part.counts_tensor)
         return states
 
     def start_drafter(self, inputs: Mapping[str, Tensor], target: Target) -> HydraDrafter:

@@ -12,12 +12,7 @@ from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
 from proposers.draft_budget import READ_A_LEVEL, DraftBudget, DrafterWorth
 from proposers.search import ScoredDrafter
-from proposers.sources import (
-    SOURCES,
-    AnswerStore,
-    Source,
-    StoredSource,
-)
+from proposers.sources import SOURCES, AnswerStore, Source, StoredSource
 from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds, Trust
 from proposers.sources.source import Named
 from proposers.tree_proposer import TreeProposer

@@ -1,6 +1,6 @@
 """Tokens and ends of answers of GGUF files, compared with llama.cpp's.
 
-    python -m docs.measure.compare_tokenizers FILE.gguf ... [--pre NAME ...] [--questions FILE.jsonl] [--out FILE]
+    python -m docs.measure.compare_tokenizers FILE.gguf ... [--pre NAME ...] [--questions FILE.jsonl]
 
 It needs the package llama-cpp-python. Files may have a vocabulary only, such as those in llama.cpp's folder `models`.
 Texts: the questions, parts of them, and random sequences of words, numbers, spaces, emoji, code, special tokens and
@@ -125,7 +125,6 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--pre", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--questions", type=Path)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, None)
@@ -136,8 +135,6 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 report[f"{path.name} as {pre}"] = compare(rename(path, pre, Path(folder)), args.questions)
     print(json.dumps(report, indent=1, ensure_ascii=False))
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
@@ -111,7 +112,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--together", type=int)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     target, lengths = Target.load(args.model), [*map(int, args.lengths.split(","))]
     target.warm_up()
@@ -120,18 +120,11 @@ def main() -> None:
     for length in lengths:
         prompts = make_prompts(target, turns, length, args.prompts)
         found[str(length)] = measure(target, prompts, args.methods, args.max_new_tokens)
-        print(json.dumps({length: found[str(length)]}), flush=True)
-        save(found, args.out)
+        print(f"{length} tokens are done", file=sys.stderr)
     if args.together:
         prompts = make_prompts(target, turns, max(lengths), args.together)
         found["together"] = answer_together(target, prompts, args.max_new_tokens)
-        print(json.dumps(found["together"]))
-    save(found, args.out)
-
-
-def save(found: dict[str, Any], out: Path | None) -> None:
-    if out:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What passes over several tokens cost a mixture of experts on a CPU, what cost curves expect of them, and what drafts
 gain.
 
-    python -m docs.measure.mixtures [--rounds N] [--out FILE]
+    python -m docs.measure.mixtures [--rounds N]
 
 For an OLMoE of 446M random weights that bfloat16 holds, computed in float32. Random tokens choose experts of their own,
 more than a text's. Its output matrix repeats a line, as a trained model does in a table; other prompts lead to text
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -90,7 +89,6 @@ def time_texts(target: Target, rounds: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = make_model()
     targets = {mode: Target(model, accelerate=mode) for mode in ("off", "packed", "compiled")}
@@ -103,8 +101,6 @@ def main() -> None:
     found["expected"] = {str(context): find_expected(target, context) for context in CONTEXTS}
     found["texts"] = time_texts(target, args.rounds)
     print(json.dumps(found, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

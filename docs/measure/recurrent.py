@@ -1,6 +1,6 @@
 """What passes and kept states cost a model with a recurrent state, what n-grams gain, and what rounding does.
 
-    python -m docs.measure.recurrent [--rounds N] [--out FILE]
+    python -m docs.measure.recurrent [--rounds N]
 
 For a Qwen3.5 of about 100M random weights in float32 on a CPU. Only its output matrix is made: it repeats a line, as a
 trained model does in a table. Rates are thus an upper bound for predictable text.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -145,7 +144,6 @@ def compare_rules(dtype: torch.dtype) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     target = make_target()
     weights = sum(each.numel() for each in AutoModelForCausalLM.from_config(target.config).parameters())
@@ -154,8 +152,6 @@ def main() -> None:
     rules = {str(dtype): compare_rules(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
     found["chain and single nodes"] = rules
     print(json.dumps(found, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,19 +47,8 @@ def read_layer(shapes: Shapes, prefix: str, config: ConfigDict) -> LayerConfig:
     )
 
 
-def read_window(config: ConfigDict) -> int | None:
-    """How many tokens the layers attend to, by a config of z-lab, speculators or SpecForge; None: all.
-
-    Raises ValueError if its layers differ.
-    """
-    window, full_layers = read_windows(config)
-    if full_layers:
-        raise ValueError("some of its layers attend to a window and others to everything; EAGLE heads have one kind")
-    return window
-
-
 def read_windows(config: ConfigDict) -> tuple[int | None, tuple[int, ...]]:
-    """The window of the layers, and which of them attend to everything nevertheless.
+    """The window of the layers, by a config of z-lab, speculators or SpecForge, and which of them have none.
 
     `use_swa` (of MiMo) is a window in all layers, if no type of layer tells otherwise.
     """

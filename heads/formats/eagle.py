@@ -24,7 +24,7 @@ from heads.formats.decoder_layer import (
     export_layer,
     read_layer,
     read_layer_list,
-    read_window,
+    read_windows,
 )
 from heads.formats.layout import (
     EMBEDDING,
@@ -125,12 +125,12 @@ def read_eagle3(tensors: Mapping[str, Tensor], config: ConfigDict, target: Targe
     target_size = int(target_size or width // len(features))
     check_width(key, features, from_output, width, target_size)
     depth = max((1, *count("layers.{}.self_attn.o_proj.weight", shapes)))
+    window, full_layers = read_windows(layer_config) if NESTED in config else (None, ())  # flat ones copy the target's
+    if full_layers:
+        raise ValueError("some of its layers attend to a window and others to everything; EAGLE heads have one kind")
     settings: dict[str, Any] = {
         **read_common(shapes, hidden_size, [OUTPUT], layer_config, target.vocab_size),
-        "layer": replace(
-            read_layer(shapes, MIDLAYER, layer_config),
-            window=read_window(layer_config) if NESTED in config else None,  # flat configs copy the target's
-        ),
+        "layer": replace(read_layer(shapes, MIDLAYER, layer_config), window=window),
         "features": features,
         "layers": depth,
         "output": "shared" if OUTPUT in shapes else "target",

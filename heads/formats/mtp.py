@@ -37,7 +37,7 @@ MODULES = re.compile(
     rf"(?:{'|'.join(PARTS['eh_proj'])})\.weight"
 )
 NUMBERED = re.compile(r"((?:model\.)?(?:language_model\.)?layers\.(\d+)\.)enorm\.weight")
-OUTSIDE = re.compile(r"(?:model\.|language_model\.)*(embed_tokens|lm_head)\.(.+)")  # the target's own matrices
+OUTSIDE = re.compile(r"(?:model\.|language_model\.)*(embed_tokens|lm_head)\.weight")  # the target's own matrices
 QUANTIZED = ("_scale", "_scale_inv", "_packed", "qweight", "qzeros")  # ends of names
 SAME_LAYERS = {"mimo": "qwen2"}  # models that transformers does not have, with the layers of one that it has
 
@@ -52,7 +52,7 @@ class Names:
     """The names that a file has for the tensors of its first module."""
 
     parts: Mapping[str, str]  # by our names
-    matrices: Mapping[str, Mapping[str, str]]  # by our names, and what follows: weight, or also scales; {}: it has none
+    matrices: Mapping[str, str]  # of its own, by our names
     inside: Mapping[str, str]  # of its layer, by their names in the layer
 
     @property
@@ -73,8 +73,8 @@ def read_mtp(tensors: Mapping[str, Tensor], config: ConfigDict, sizes: TargetSiz
     target = read_text_config(config)
     names = _find_names(tensors, target.num_hidden_layers)
     parts = {ours: tensors[full] for ours, full in names.parts.items()}
-    for ours, taken in names.matrices.items():
-        matrix = _take_matrix(ours, tensors, taken, (target.vocab_size, target.hidden_size))
+    for ours, full in names.matrices.items():
+        matrix = _take_matrix(ours, full, tensors, (target.vocab_size, target.hidden_size))
         parts |= {} if matrix is None else {f"{ours}.weight": matrix}
     _refuse_quantized(tensors, names.inside.values())
     head_config = MtpConfig(
@@ -102,14 +102,13 @@ def write_mtp(
     if (head.config.normed_feedback, head.config.states_first) != (names.normed_feedback, names.states_first):
         raise ValueError("the head has the form of another family's module; train from the checkpoint's own")
     values = {full: states[ours] for ours, full in names.parts.items()}
-    for ours, taken in names.matrices.items():
-        own, outside = states.get(f"{ours}.weight"), _find_outside(ours, others).get("weight")
-        if own is not None and not taken:
+    for ours in MATRICES:
+        own, taken = states.get(f"{ours}.weight"), names.matrices.get(ours)
+        if own is not None and taken is None:
             raise ValueError(f"the head has its own {ours}, and the module has none; train from the checkpoint's own")
-        if own is None and outside is not None:
-            own = others[outside]
-        if taken and own is not None:
-            values[taken["weight"]] = own[: head.vocab_size]
+        own = _find_outside(ours, others) if own is None else own
+        if taken is not None and own is not None:
+            values[taken] = own[: head.vocab_size]
     values |= _revert(head.config.block, states, names.inside)
     written = {}
     for full, value in values.items():
@@ -131,17 +130,14 @@ def _find_names(tensors: Mapping[str, Tensor], layers: int) -> Names:
     """The names of the first module's tensors. layers: the target's. Raises ValueError if parts are missing."""
     prefix = _choose_first(_list_modules(tensors), layers)
     names = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
-    parts, matrices = dict[str, str](), dict[str, dict[str, str]]()
+    parts = dict[str, str]()
     for ours, published in PARTS.items():
         found = next((f"{name}.weight" for name in published if f"{name}.weight" in names), None)
         if found is None:
             raise ValueError(f"missing: {prefix}{' or '.join(published)}.weight, of its MTP module")
         parts[f"{ours}.weight"] = names.pop(found)
-    for ours, (own, _) in MATRICES.items():
-        matrices[ours] = {}
-        for name in own:
-            of_it = [each for each in names if each.startswith(f"{name}.")]
-            matrices[ours] |= {each.removeprefix(f"{name}."): names.pop(each) for each in of_it}
+    given = ((ours, f"{name}.weight") for ours, (own, _) in MATRICES.items() for name in own)
+    matrices = {ours: names.pop(name) for ours, name in given if name in names}
     inside = {}
     for name, full in names.items():
         if not re.match(r"layers\.[1-9]", name):
@@ -177,43 +173,23 @@ def _choose_first(modules: Mapping[str, int], layers: int) -> str:
     return first
 
 
-def _take_matrix(
-    ours: str, tensors: Mapping[str, Tensor], taken: Mapping[str, str], shape: tuple[int, int]
-) -> Tensor | None:
-    """A module's own embeddings or output matrix; None if it has the target's. taken: as in `Names`.
+def _take_matrix(ours: str, full: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor | None:
+    """A module's own embeddings or output matrix; None if it is a copy of the target's.
 
-    Raises ValueError if they are quantized or of another shape.
+    Raises ValueError if it is quantized or of another shape.
     """
-    if not taken:
-        return None
-    outside = _find_outside(ours, tensors)
-    same = {rest: outside.get(rest) for rest in taken}
-    if all(other is not None and _is_equal(tensors[taken[rest]], tensors[other]) for rest, other in same.items()):
-        return None
-    _refuse_quantized(tensors, taken.values())
-    if [*taken] != ["weight"]:
-        unknown = [full for rest, full in taken.items() if rest != "weight"]
-        raise ValueError(f"unexpected in its MTP module: {list_names(unknown)}")
-    matrix = tensors[taken["weight"]]
+    _refuse_quantized(tensors, [full])
+    matrix, other = tensors[full], _find_outside(ours, tensors)
     if matrix.ndim != 2 or matrix.shape[0] < shape[0] or matrix.shape[1] != shape[1]:
-        raise ValueError(f"wrong in its MTP module: {taken['weight']} is {list(matrix.shape)}, not {list(shape)}")
+        raise ValueError(f"wrong in its MTP module: {full} is {list(matrix.shape)}, not {list(shape)}")
     matrix = matrix[: shape[0]]  # others are rows for tokens that the target does not have
-    other = same["weight"]
-    return None if other is not None and is_copy(matrix, tensors[other][: shape[0]]) else matrix
+    return None if other is not None and is_copy(matrix, other[: shape[0]]) else matrix
 
 
-def _find_outside(ours: str, names: Iterable[str]) -> dict[str, str]:
-    """The names that a file has for the target's own matrix, by what follows its name: weight, or also scales."""
-    found = {(match[1], match[2]): full for full in names if (match := OUTSIDE.fullmatch(full))}
-    given = next((name for name in MATRICES[ours][1] if (name, "weight") in found), "")
-    return {rest: full for (name, rest), full in found.items() if name == given}
-
-
-def _is_equal(own: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bytes."""
-    if (own.dtype, own.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(own.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def _find_outside(ours: str, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The target's own matrix, if the file has it."""
+    found = {match[1]: tensors[full] for full in tensors if (match := OUTSIDE.fullmatch(full))}
+    return next((found[name] for name in MATRICES[ours][1] if name in found), None)
 
 
 def _refuse_quantized(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:

@@ -44,8 +44,8 @@ class DraftProposer(TreeProposer):
     Logits processors of transformers apply to the draft's logits too; a user's own see the text alone, as they may have
     state.
 
-    Raises ValueError for sizes below 1, for a tree if it is sampled or the draft has a recurrent state, and, in its
-    first step, for a vocabulary whose tokens are not known.
+    Raises ValueError for sizes below 1, for a tree if it is sampled, and, in its first step, for a tree if the draft
+    has a recurrent state and for a vocabulary whose tokens are not known.
     """
 
     name = "draft"
@@ -65,13 +65,11 @@ class DraftProposer(TreeProposer):
         check_switches(sampled=sampled)
         if sampled and width > 1:
             raise ValueError("a sampled draft is a chain; give width 1 or sampled=False")
-        if draft.is_recurrent and width > 1:
-            raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
         self.draft_model, self.sampled = draft, sampled
         self._texts = ReadTexts(draft)
         self._mapped: tuple[Any, Any] | None = None  # the tokenizers that the map was made for
         self._map: VocabularyMap | None = None  # None: they are the same
-        self._acceptance = ChainAcceptance()  # of sampled chains
+        self._acceptance = ChainAcceptance()  # of chains whose length is chosen before their tokens
 
     def renew(self) -> Self:
         fresh = super().renew()
@@ -79,8 +77,10 @@ class DraftProposer(TreeProposer):
         return fresh
 
     def begin(self, target: Target) -> None:
-        """Find the tokens that draft and target share. Raises ValueError if that cannot be told."""
+        """Find the tokens that draft and target share. Raises ValueError if that cannot be told, or for a tree."""
         draft = self.draft_model
+        if draft.is_recurrent and self.width > 1:
+            raise ValueError(f"{draft.config.model_type} keeps a recurrent state, so it drafts chains; give width 1")
         ours, theirs = draft.tokenizer, target.tokenizer
         if None in (ours, theirs) and draft.vocabulary != target.vocabulary:
             raise ValueError(
@@ -138,14 +138,18 @@ class DraftProposer(TreeProposer):
         inner = self._texts.start_drafter(inputs["logits"], is_own=True)
         return ScoredDrafter(inner, samplings=samplings, keys=keys, noise_tokens=tokens)
 
+    def _choose_levels(self, most: int) -> int:
+        """As many as should yield most tokens per second, if each is as likely as before."""
+        levels = self.draft_budget.choose_levels(self._acceptance.expect(most)) if self.adaptive else most
+        self._acceptance.draft(levels)
+        return levels
+
     def _sample(self, step: Step, levels: int) -> Tree:
         """A chain sampled from the draft model, with its distributions for the verifier.
 
         Its length yields most tokens per second. It must not depend on the tokens.
         """
-        if self.adaptive:
-            levels = self.draft_budget.choose_levels(self._acceptance.expect(levels))
-        self._acceptance.draft(levels)
+        levels = self._choose_levels(levels)
         roots, drafter = self.find_roots(step), self._texts.start_drafter(self._texts.start(step))
         texts = [torch.tensor(sequence, device=roots.device) for sequence in step.sequences]
         # The keys have the draft's start, too: acceptance depends on draft tokens that it then rejects.

@@ -6,28 +6,24 @@ with the draft model until enough tokens are drafted. Beginnings of texts that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from time import perf_counter
 from typing import Any, Self
 
 import torch
 
-from decode import Engine, Proposer, Sampling, Session, Step, Target, Tree
+from decode import Answer, Engine, Proposer, Sampling, Session, Step, Target, Tree
 from decode.devices.transfer import read
 from decode.prefill import Text, read_texts
 from decode.request import Request
-from decode.requests.answer import LogProbs
 from decode.trees.noise import make_exponential
-from proposers.draft_budget import ChainAcceptance, DraftBudget
-from proposers.draft_models.proposer import DRAFT_LENGTH, has_other_tokens
+from proposers.draft_models.proposer import DraftProposer, has_other_tokens
 from proposers.search import Draft, DraftToken, find_noise
 
 SPARE = 2  # times the memory of the texts: it also holds texts that were drafted in vain
 SLOTS = 256  # that a text may have in addition to its tokens
 
 
-class StagedProposer:
+class StagedProposer(DraftProposer):
     """Drafts with a model that drafts for itself.
 
     draft: the model, with the target's tokenizer. inner: what drafts for it. Unless `inner` samples, the draft's text
@@ -39,37 +35,24 @@ class StagedProposer:
     Raises ValueError for sizes below 1 and, in `begin`, for a draft model with another vocabulary.
     """
 
-    layers: Sequence[int] = ()
-    name = "draft"
-
     def __init__(
         self, draft: Target, inner: Proposer, *, depth: int | None = None, width: int = 1, nodes: int | None = None
     ) -> None:
-        self.draft_model, self.inner, self.depth = draft, inner, DRAFT_LENGTH if depth is None else depth
-        self.width, self.nodes, self.adaptive = width, nodes, nodes is None
-        if min(self.depth, width) < 1 or (nodes is not None and nodes < 1):
-            raise ValueError(f"depth {self.depth}, width {width} and nodes {nodes} must be at least 1")
-        self._fits: tuple[Any, int] | None = None  # the tokenizer and vocabulary that it was found to fit
-        self._reset()
-
-    def _reset(self) -> None:
-        self.draft_budget, self._acceptance = DraftBudget(), ChainAcceptance()
+        super().__init__(draft, depth=depth, width=width, nodes=nodes)
+        self.inner = inner
         self._engine: Engine | None = None
         self._bytes = 0  # of a token's keys, values and features
 
     def renew(self) -> Self:
-        """The same proposer with nothing learned."""
-        fresh = copy(self)
+        fresh = super().renew()
         fresh.inner = self.inner.renew() if hasattr(self.inner, "renew") else self.inner
-        fresh._reset()
+        fresh._engine = None
         return fresh
 
     def begin(self, target: Target) -> None:
         """Raises ValueError if the draft model has another vocabulary."""
-        draft, size = self.draft_model, target.vocabulary
-        if self._fits == (target.tokenizer, size) and self._engine is not None:
-            return
-        if draft.vocabulary != size or has_other_tokens(draft, target):
+        draft, size, tokenizers = self.draft_model, target.vocabulary, (self.draft_model.tokenizer, target.tokenizer)
+        if draft.vocabulary != size or (self._mapped != tokenizers and has_other_tokens(draft, target)):
             raise ValueError(
                 f"a staged draft model needs the target's tokenizer and outputs; it has {draft.vocabulary} tokens, the "
                 f"target {size}"
@@ -78,45 +61,29 @@ class StagedProposer:
             raise ValueError("a staged draft model needs all its outputs: load_draft_model(name, whole=True)")
         if self.width > size:
             raise ValueError(f"width is {self.width}, more than the {size} tokens that there are")
+        self._mapped = tokenizers
         if self._engine is None:
             self._engine = Engine(self.draft_model, self.inner)
             session = Session(self.draft_model, 1, self.inner.layers)
             _, features = read_texts(session, [[0]])
             self._bytes = Text((0,), session, 0, () if features is None else [features[0]]).count_bytes(slots=1)
-        self._fits = target.tokenizer, size
 
-    @torch.no_grad()
-    def propose(self, step: Step, budget: int) -> Tree:
-        levels = self._choose_levels(step, min(budget, self.nodes or budget))
-        begun = perf_counter()
-        answers = self._decode(step, levels) if levels else {}
-        if self.adaptive and levels:
-            self.draft_budget.take_drafting_time(perf_counter() - begun, levels)
-        keys = None
-        if answers and not all(sampling.greedy for sampling in step.samplings):
-            keys = read(find_noise(step, levels))
-        rows = []
-        for row, request in enumerate(answers.get(each) for each in step.request_ids):
-            nodes = list[DraftToken]()
-            if request is not None and request.answer is not None:
-                noise = None if keys is None else keys[row]
-                self._add_nodes(nodes, request.answer.tokens, request.answer.log_probs, step.samplings[row], noise)
-            rows.append(nodes)
-        return Draft.of_rows(step.bonus, rows, min(budget, self.nodes or 1 + levels * self.width)).largest
-
-    def _choose_levels(self, step: Step, most: int) -> int:
-        """How many tokens to draft: as many as should yield most tokens per second, if each is as likely as before."""
+    def observe(self, step: Step) -> None:
         self._acceptance.observe(step)
-        levels = min(self.depth, most - 1, max(2, *step.room) - 1)
+
+    def draft(self, step: Step, levels: int, most: int) -> Tree:
+        levels, begun = self._choose_levels(levels), perf_counter()
+        answers = self._decode(step, levels)
         if self.adaptive:
-            self.draft_budget.observe(step)
-            if levels < 1 or self.draft_budget.is_backing_off():
-                self.draft_budget.skip()
-                levels = 0
-            else:
-                levels = self.draft_budget.choose_levels(self._acceptance.expect(levels))
-        self._acceptance.draft(levels)
-        return levels
+            self.draft_budget.take_drafting_time(perf_counter() - begun, levels)
+        is_greedy = all(sampling.greedy for sampling in step.samplings)
+        keys = None if is_greedy else read(find_noise(step, levels))
+        rows = []
+        for row, request_id in enumerate(step.request_ids):
+            answer = answers[request_id].answer if request_id in answers else None
+            noise = None if keys is None else keys[row]
+            rows.append([] if answer is None else self._list_nodes(answer, step.samplings[row], noise))
+        return Draft.of_rows(step.bonus, rows, most).largest
 
     def _decode(self, step: Step, levels: int) -> dict[int, Request]:
         """So many tokens of the draft model after each text, by request id; none where its context has no room."""
@@ -127,32 +94,21 @@ class StagedProposer:
         found = {}
         for row, (request_id, text) in enumerate(zip(step.request_ids, step.sequences, strict=True)):
             if len(text) + levels < self.draft_model.context:
-                limits: dict[str, Any] = {
-                    "max_new_tokens": levels,
-                    "stop_ids": [*step.stop_ids[row]],
-                    "log_probs": self.width,
-                }
-                sampling = step.samplings[row]
+                sampling, noise_id = step.samplings[row], step.requests[row].noise_id
                 sampling = sampling.for_drafts if sampling.processors else sampling
-                noise_id = step.requests[row].noise_id
+                limits: dict[str, Any] = {"max_new_tokens": levels, "stop_ids": [*step.stop_ids[row]]}
+                limits |= {"log_probs": self.width, "text": False}
                 found[request_id] = self._engine.add(
-                    [*text], request_id=request_id, noise_id=noise_id, sampling=sampling, text=False, **limits
+                    [*text], request_id=request_id, noise_id=noise_id, sampling=sampling, **limits
                 )
         for _ in self._engine:
             pass
         return found
 
-    def _add_nodes(
-        self,
-        nodes: list[DraftToken],
-        tokens: list[int],
-        told: Sequence[LogProbs],
-        sampling: Sampling,
-        keys: torch.Tensor | None,
-    ) -> None:
-        """Add the draft model's text and, at each of its tokens, what it would have chosen next."""
-        above, score = -1, 0.0
-        for level, (token, each) in enumerate(zip(tokens, told, strict=True)):
+    def _list_nodes(self, answer: Answer, sampling: Sampling, keys: torch.Tensor | None) -> list[DraftToken]:
+        """The draft model's text and, at each of its tokens, what it would have chosen next."""
+        nodes, above, score = list[DraftToken](), -1, 0.0
+        for level, (token, each) in enumerate(zip(answer.tokens, answer.log_probs, strict=True)):
             likely = {**each.best, token: each.chosen}
             log_p = torch.tensor([*likely.values()])
             if not sampling.greedy and keys is not None:  # as in `search.add_noise`
@@ -164,3 +120,4 @@ class StagedProposer:
             for p, other in sorted(others, reverse=True)[: self.width - 1]:
                 nodes.append(DraftToken(other, above, score + p))
             above, score = best, nodes[best].score
+        return nodes

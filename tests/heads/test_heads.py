@@ -166,6 +166,13 @@ def test_cached_rows_of_different_lengths_equal_the_whole_texts():
     assert len(cache.lengths) == 2 and cache.held[0].shape[2] == 256
 
 
+def read_on(head: Any, features: Tensor, cache: LayerCache) -> Tensor:
+    """The prefix layer's states, after the tokens in a cache, which keeps the new ones."""
+    states: Tensor = head.contextualize(features, cache.positions(features.shape[1], features.device), cache.attend)
+    cache.keep([features.shape[1]] * len(features))
+    return states
+
+
 def test_rows_of_another_cache_are_added():
     """Of any length and allocation, which grows; also to and from a cache that nothing was written to."""
     head, features = made("hydra", prefix=LAYER), drawn(4, 900, HIDDEN)
@@ -173,7 +180,7 @@ def test_rows_of_another_cache_are_added():
     for row, length in enumerate(lengths[1:], start=1):
         other = LayerCache(1)
         for part in features[row : row + 1, :length].split(200, dim=1):
-            head.contextualize(part, other)
+            read_on(head, part, other)
         cache.add_rows(1)
         if length:
             cache.fill([row], other)
@@ -181,7 +188,7 @@ def test_rows_of_another_cache_are_added():
     assert cache.lengths == [*lengths, 0, 0]
     rows = [0, 1, 2, 3, 0, 1]
     new = torch.stack([features[row, length : length + 3] for row, length in zip(rows, cache.lengths, strict=True)])
-    states = head.contextualize(new, cache)
+    states = read_on(head, new, cache)
     for place, (row, length) in enumerate(zip(rows, [*lengths, 0, 0], strict=True)):
         assert close(states[place], whole[row, length : length + 3])
 
@@ -190,23 +197,23 @@ def test_a_cache_stays_in_its_place_when_rows_leave_and_join():
     """CUDA graphs write to it. What a row leaves there, NaN for example, does no harm to the next."""
     head, features = made("hydra", prefix=LAYER), drawn(3, 40, HIDDEN)
     whole, cache = head.contextualize(features), LayerCache(3)
-    head.contextualize(features, cache)
+    read_on(head, features, cache)
     held = cache.held
     assert held is not None
     for place in held:
         place[1] = math.nan
     other = LayerCache(1)
-    head.contextualize(features[1:2, :30], other)
+    read_on(head, features[1:2, :30], other)
     cache.select([0, 2])
     cache.add_rows(1)
     cache.fill([2], other)
     cache.crop([20, 25, 30])
     new = torch.stack([features[row, length : length + 9] for row, length in zip((0, 2, 1), (20, 25, 30), strict=True)])
-    states = head.contextualize(new, cache)
+    states = read_on(head, new, cache)
     for place, (row, length) in enumerate(((0, 20), (2, 25), (1, 30))):
         assert close(states[place], whole[row, length : length + 9])
     cache.restart(2)
-    assert close(head.contextualize(features[:2], cache), whole[:2]) and cache.held is held
+    assert close(read_on(head, features[:2], cache), whole[:2]) and cache.held is held
 
 
 def test_new_heads_return_their_input():
@@ -216,7 +223,7 @@ def test_new_heads_return_their_input():
     for projected in (True, False):
         hydra = HydraHead(HydraConfig(HIDDEN, VOCABULARY, layers=2, projected=projected)).double()
         assert torch.equal(hydra(features, embedded, 1), features)
-        assert hydra.contextualize(features, LayerCache(2), [1, 3]) is features
+        assert hydra.contextualize(features) is features
     prefixed = HydraHead(HydraConfig(HIDDEN, VOCABULARY, prefix=LAYER)).double()
     sizes = (features.square().mean(-1, keepdim=True) + LAYER.rms_norm_eps).sqrt()
     assert close(prefixed.contextualize(features), features / sizes)

@@ -174,14 +174,13 @@ def test_a_chain_costs_what_its_rejection_gives_again() -> None:
     assert chain_time(cost, 3, 5, 2, 0) == pytest.approx(cost(8) + 0.6)
 
 
-def use_drafter(steps: int, level: float, adds: float, unread: float = 0.0, node: float = 0.2) -> list[int]:
+def use_drafter(steps: int, level: float, adds: float, node: float = 0.2) -> list[int]:
     """The steps in which a drafter is used that adds so many tokens, each time in one level."""
     worth, used = DrafterWorth(), []
     for step in range(steps):
-        if worth.is_worth_it(1.0, level, node, unread, room=100):
+        if worth.is_worth_it(1.0, level, node, 0.0, room=100):
             worth.learn(1.0, adds, 1, level)
             used.append(step)
-            unread = 0.0
     return used
 
 
@@ -200,11 +199,6 @@ def test_a_drafter_is_used_where_the_others_know_little() -> None:
         worth.learn(0.8, 0.4, 1, 0.25)
     for unknown in (0.9, 0.6, 0.4, 0.1):
         assert worth.is_worth_it(unknown, 0.25, 0.2, 0.0, 100) == (unknown > 0.5)
-
-
-def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
-    assert use_drafter(100, 0.25, adds=0.4, unread=6000) == []
-    assert use_drafter(100, 0.25, adds=0.4, unread=300)[:2] == [0, 1]
 
 
 def test_a_drafter_is_tried_late_where_a_node_costs_most_of_a_token() -> None:

@@ -12,14 +12,7 @@ import torch
 from decode import Request, Sampling, Target, generate
 from decode.prefill import read_texts
 from decode.requests.answer import Limits
-from proposers import (
-    AnswerStore,
-    Continuation,
-    HydraProposer,
-    MergedProposer,
-    Place,
-    Source,
-)
+from proposers import AnswerStore, Continuation, HydraProposer, MergedProposer, Place, Source
 from proposers.sources import RecyclingSource, SuffixSource, recycling
 from proposers.sources.growing_tree import LEARNED_WEIGHT, TRUST_MEMORY, TRUST_WEIGHT, GrowingTree, Trust
 from proposers.sources.recycling import KEPT_RANKS, ORDERS, Context, Predictions, Recycled, learn
