@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.compiled_module import Compiled, compile_module
-from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
+from decode.cpu.native_ops import DTYPES, attend, find_top_tokens, load_native_ops, passing_flat
 from decode.cpu.packed_experts import pack_experts
 from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, has_bfloat16_products, pack_layers
 from decode.cpu.quantized_weights import round_layers, store_quantized_layers
+from decode.devices.attention import ATTENTION
 from decode.devices.backend import Backend
 from decode.devices.user_cache import print_notice_once
 from decode.weights.gguf.model import restore_blocks

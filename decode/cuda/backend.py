@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from decode.cuda.attention import ATTENTION
 from decode.cuda.fixed_steps import FixedSteps, find_graph_fault, open_steps
 from decode.cuda.graph import CudaGraphPool
-from decode.devices.attention import HALVES
+from decode.devices.attention import ATTENTION, HALVES
 from decode.devices.backend import Backend
 from decode.models.facts import has_hooks
 from decode.weights.layers import merge_layers

@@ -30,7 +30,7 @@ class Backend:
     waits: reading a tensor makes the host wait for all that was launched before. pins: copies from and to pinned memory
     go on while the host does. takes_blocks: weights stay in the blocks that files store them in. pass_tokens: of all
     rows, in a pass that reads prompts; fewer would not keep the device busy. default_dtype: of models. attention: the
-    function that models attend by, for transformers; None is the model's own. attend: the same for tensors, see
+    name of what models attend by, for transformers; None: as the model itself. attend: the device's own way of
     `decode.devices.attention.attend`. top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to
     torch. lacks: modes of `accelerate` that it has not. running: where passes of models run.
     """
