@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -61,6 +61,7 @@ class CpuBackend(Backend):
     pass_tokens = 0  # longer passes are not faster
     default_dtype = torch.float32
     attention, attend, top_tokens = ATTENTION, staticmethod(attend), staticmethod(find_top_tokens)
+    reading_texts, passing_flat = staticmethod(expecting_many_rows), staticmethod(passing_flat)
     lacks = ("graphs",)
 
     @property
@@ -139,12 +140,6 @@ class CpuBackend(Backend):
         if not _round_inputs(model):
             needs = "weights in blocks, as GGUF files have, and a CPU that multiplies bytes (8 bits need VNNI)"
             raise ValueError(f"dtype fixed16 needs {needs}; choose float32, which is the same here")
-
-    def reading_texts(self) -> AbstractContextManager[None]:
-        return expecting_many_rows()
-
-    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
-        return passing_flat(counts)
 
     def can_pass_flat(self, model: PreTrainedModel) -> bool:
         """Where the project's own attention op runs."""

@@ -33,6 +33,10 @@ class Backend:
     name of what models attend by, for transformers; None: as the model itself. attend: the device's own way of
     `decode.devices.attention.attend`. top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to
     torch. lacks: modes of `accelerate` that it has not. running: where passes of models run.
+
+    Only of devices with graphs: find_graph_fault, why steps of a target cannot be graphs, None if they can; open_steps,
+    what makes a session's steps. Only of those that can pass flat: passing_flat, where such a pass runs, by the nodes
+    [B] of each row.
     """
 
     waits, pins, takes_blocks = True, False, False
@@ -43,6 +47,9 @@ class Backend:
     top_tokens: Callable[[Tensor, int, bool], tuple[Tensor, Tensor] | None] | None = None
     lacks: tuple[str, ...] = "compiled", "graphs"
     running: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    find_graph_fault: Callable[[Any], str | None]
+    open_steps: Callable[[Any, int, Sequence[int]], Any]
+    passing_flat: Callable[[Tensor], AbstractContextManager[None]]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,14 +85,6 @@ class Backend:
     def make_pool(self) -> GraphPool | None:
         """What graphs share that are never replayed at the same time; None if the device has no graphs."""
         return None
-
-    def find_graph_fault(self, target: Any) -> str | None:
-        """Why steps of a target cannot be graphs; None if they can."""
-        raise NotImplementedError
-
-    def open_steps(self, target: Any, rows: int, layers: Sequence[int]) -> Any:
-        """What makes the steps of a session, as graphs."""
-        raise NotImplementedError
 
     def accelerate(self, model: Any, mode: str) -> None:
         """Make a model fast, in place. Outputs stay the same up to rounding.
@@ -124,10 +123,6 @@ class Backend:
     def reading_texts(self) -> AbstractContextManager[None]:
         """Where passes over many tokens run, but not those of decoding: a token's result may depend on their number."""
         return self.running()
-
-    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
-        """Where a flat pass runs, see `can_pass_flat`. counts [B]: of each row's nodes."""
-        raise NotImplementedError
 
     def can_pass_flat(self, model: Any) -> bool:
         """Whether an accelerated model might take the tokens of all rows as one row, without padding."""
