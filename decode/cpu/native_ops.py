@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.cpu.build_cache import build_once
 from decode.devices.attention import attend_generally
-from decode.devices.user_cache import digest, environment
+from decode.devices.user_cache import build_once, digest, environment
 from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 
 FOLDER = Path(__file__).parent
