@@ -191,12 +191,11 @@ class Tree:
         tree.__dict__.update(tensors)
         return tree
 
-    def check(self, batch: int, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
-        """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize.
+    def check(self, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
+        """Raise ValueError if these are not valid trees, whose shapes are. On a GPU this would synchronize.
 
         Messages begin with what is there, and say what is right. roots: the token that each row's tree must begin with.
         """
-        self.check_shapes(batch, vocabulary)
         if not 1 <= int(self.sizes.min()) <= int(self.sizes.max()) <= min(budget, self.width):
             raise ValueError(
                 f"trees of {self.sizes.tolist()} nodes; a tree has its root and at most the budget of {budget} nodes, "
