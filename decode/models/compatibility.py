@@ -49,12 +49,9 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def find_cache_name(function: Callable[..., Any]) -> str:
-    """The name of the KV cache among a function's arguments. Raises ValueError without one."""
+    """The name of the KV cache among a function's arguments."""
     parameters = inspect.signature(function).parameters
-    for name in CACHE_NAMES:
-        if name in parameters:
-            return name
-    raise ValueError(f"{function.__qualname__} takes no KV cache by a name that is known ({', '.join(CACHE_NAMES)})")
+    return next(name for name in CACHE_NAMES if name in parameters)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
