@@ -99,7 +99,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 
 
 def find_top_tokens(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor] | None:
-    """See `decode.devices.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
+    """See `decode.devices.backend.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
     is_loaded = load_native_ops.cache_info().currsize and load_native_ops() is None
     if not is_loaded or logits.dtype != torch.float32:
         return None
