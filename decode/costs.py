@@ -17,12 +17,11 @@ from time import perf_counter
 
 import torch
 import transformers
-from filelock import FileLock
 from torch import distributed
 from tqdm import tqdm
 
 from decode.devices.cost_curve import CostCurve, StepTimes
-from decode.devices.user_cache import PARTIAL, environment, print_notice_once, scratch, user_cache
+from decode.devices.user_cache import environment, print_notice_once, user_cache
 from decode.models.facts import has_hooks
 from decode.models.stock_model import StockModel
 from decode.session import Session
@@ -262,11 +261,7 @@ def save_curve(file: Path | None, curve: CostCurve) -> None:
     if file is not None:
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.parent.with_suffix(PARTIAL)
-            with FileLock(aside.with_suffix(".lock")), scratch(aside) as folder:
-                new = folder / file.name
-                new.write_text(json.dumps({"seconds": curve.seconds}))
-                new.replace(file)
+            file.write_text(json.dumps({"seconds": curve.seconds}))  # half a file is measured again
 
 
 @cache

@@ -7,7 +7,7 @@ is its position. The nodes being verified follow: node i of row b is in slot len
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import proxy
 
@@ -96,13 +96,10 @@ class KVCache(Cache):
 
     def move(self, moves: Tensor) -> None:
         """Copy slots as planned, in all layers."""
-        on_device: dict[torch.device, Tensor] = {}
+        copy = cache(moves.to)  # to each device once
         for block in self.blocks:
-            device = block.keys.device
-            if device not in on_device:
-                on_device[device] = moves.to(device)
-            source, destination = on_device[device]
-            row = torch.arange(len(source), device=device)[:, None]
+            source, destination = copy(block.keys.device)
+            row = torch.arange(len(source), device=source.device)[:, None]
             for states in (block.keys, block.values):  # slots may overlap
                 states[:, row, :, destination] = states[:, row, :, source]
 
@@ -158,14 +155,13 @@ class KVCache(Cache):
         """Replace these rows by the rows `sources` of another cache, in order."""
         slots = max((other.lengths[source] for source in sources), default=0)
         self.grow(slots)
-        index, on_device = torch.tensor([[*rows], [*sources]]), dict[torch.device, Tensor]()
+        index = torch.tensor([[*rows], [*sources]])
+        copy = cache(lambda device: copy_packed({"rows": index}, device)["rows"])
         for number, layer in enumerate(other.layers):
             if number == len(self.layers):
                 self.layers.append(self.make_layer())
             if slots and layer.is_initialized:  # without tokens, rows stay as they are in a new cache
-                if layer.device not in on_device:
-                    on_device[layer.device] = copy_packed({"rows": index}, layer.device)["rows"]
-                self.layers[number].replace(*on_device[layer.device], layer, slots)
+                self.layers[number].replace(*copy(layer.device), layer, slots)
         for row, source in zip(rows, sources, strict=True):
             self.lengths[row] = other.lengths[source]
 

@@ -82,7 +82,7 @@ class Batch:
         seconds.lap("accept")
         if WRONG_TREE in accepted.bonus:  # found on a GPU; no text has changed
             with self.drafting.checking():
-                drafted.to(torch.device("cpu")).check(len(requests), max(limits), self.target.vocabulary, step.bonus)
+                drafted.to(torch.device("cpu")).check(max(limits), self.target.vocabulary, step.bonus)
             wrong = requests[accepted.bonus.index(WRONG_TREE)].request_id
             raise ValueError(f"request {wrong}: the draft tree is not valid")
         self.session.keep(accepted.path)
@@ -235,7 +235,7 @@ class Batch:
         if is_read or not (waits(tree.tokens) and self.target.backend.waits):
             tree = tree.to(torch.device("cpu"))
             with self.drafting.checking():
-                tree.check(len(depths), most, self.target.vocabulary, step.bonus)
+                tree.check(most, self.target.vocabulary, step.bonus)
             if tree.width > int(tree.sizes.min()):  # padding may be of any token
                 tree = tree.with_tensors({"tokens": torch.where(tree.real, tree.tokens, 0)})
             tree = (tree.best_chains() if self.target.is_recurrent else tree).cut(depths)

@@ -33,22 +33,18 @@ Read: TypeAlias = tuple[Tensor, Tensor | None]
 
 def read_texts(session: Session, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None) -> Read:
     """`read_in_parts` without a pause."""
-    reading = read_in_parts(session, tokens, fuse)
-    while True:
-        try:
-            next(reading)
-        except StopIteration as end:
-            result: Read = end.value
-            return result
+    *_, read = read_in_parts(session, tokens, fuse)
+    assert read is not None
+    return read
 
 
 def read_in_parts(
     session: Session, tokens: Sequence[Sequence[int]], fuse: Fuse | None = None, most: int | None = None
-) -> Generator[None, None, Read]:
-    """Commit tokens at the end of each row, at least one each. Yields between passes over some tokens of each.
+) -> Generator[Read | None, None, None]:
+    """Commit tokens at the end of each row, at least one each. Yields None between passes over some tokens of each.
 
-    Returns the logits after each row's last token, and the features of all new tokens, or what `fuse` makes of them,
-    pass by pass. Rows with tokens of different lengths are read in groups. After it, no row has given tokens.
+    Then it yields the logits after each row's last token, and the features of all new tokens, or what `fuse` makes of
+    them, pass by pass. Rows with tokens of different lengths are read in groups. After it, no row has given tokens.
     most: tokens of all rows in a pass; None takes as many as are fastest.
     """
     counts = [*map(add, session.count_given(), map(len, tokens))]
@@ -57,7 +53,8 @@ def read_in_parts(
     else:
         groups = group_by_length(counts, ALIKE if session.states is None else 1)
     if len(groups) == 1 and session.steps is None:
-        return (yield from _read_group(session, tokens, fuse, most))
+        yield (yield from _read_group(session, tokens, fuse, most))
+        return
     logits, features = [torch.empty(0)] * len(tokens), [torch.empty(0)] * len(tokens)
     for rows in groups:
         part = session.open(0)
@@ -68,7 +65,7 @@ def read_in_parts(
             logits[row] = found[place]
             if states is not None:
                 features[row] = states[place, : len(tokens[row])]
-    return torch.stack(logits), pad_sequence(features, batch_first=True) if session.layers else None
+    yield torch.stack(logits), pad_sequence(features, batch_first=True) if session.layers else None
 
 
 def _read_group(

@@ -137,7 +137,7 @@ class Step:
             kept=self.kept + other.kept,
             committed=self.committed + other.committed,
             path=self.path + other.path,
-            tree=Tree.join([self.tree, other.tree]),
+            tree=self.tree.join(other.tree),
             logits=join_rows(self.logits, other.logits),
             features=join_rows(self.features, other.features),
         )

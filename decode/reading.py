@@ -65,13 +65,10 @@ class Reading:
 
     def read_part(self) -> tuple[Read | None, float]:
         """Read on. Returns the result for each request once all is read, and the seconds that the part took."""
-        before, read = self.seconds.target, None
-        self.seconds.started = perf_counter()
-        try:
-            next(self._parts)
-        except StopIteration as end:
-            done: Read = end.value
-            logits, features = done if self._inputs is None else self._inputs.finish(self._unread, done)
+        before, self.seconds.started = self.seconds.target, perf_counter()
+        if (read := next(self._parts)) is not None:
+            self._parts.close()  # which frees what it holds
+            logits, features = read if self._inputs is None else self._inputs.finish(self._unread, read)
             features = None if features is None else self._join_features(features)
             if not self.is_whole:
                 index = torch.tensor(self.rows, device=logits.device)

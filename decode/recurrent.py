@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 from weakref import proxy
 
@@ -346,14 +347,7 @@ class States:
 
 def _index(rows: Sequence[int]) -> Index:
     """Rows, copied to each device once."""
-    copies: dict[torch.device, Tensor] = {}
-
-    def find(device: torch.device) -> Tensor:
-        if device not in copies:
-            copies[device] = torch.tensor([*rows]).to(device)
-        return copies[device]
-
-    return find
+    return cache(torch.tensor([*rows]).to)
 
 
 def _take(results: Tensor, places: Sequence[Sequence[int]]) -> Tensor:

@@ -111,8 +111,8 @@ class Scheduler:
 
     def _admit(self) -> list[Chunk]:
         """Read prompts: whole ones if nothing is decoded, else a part of the next ones."""
-        chunks = self._follow_weights(deep=True) if self._reading is None and self._count_free() else []
-        most = left = self.part if self._batch is not None and self._batch.requests else WHOLE
+        chunks = self._follow_weights(deep=True) if self._reading is None and self.running < self.rows else []
+        most = left = self.part if self.running else WHOLE
         while left > 0 and (requests := self._reading.requests if self._reading else self._take_alike(left, most)):
             before = self._reading.tokens if self._reading else 0
             if self._reading is None and self._batch is not None and self._batch.session is not None:
@@ -140,10 +140,6 @@ class Scheduler:
                 self._release()
         return chunks
 
-    def _count_free(self) -> int:
-        """The rows that requests can join."""
-        return self.rows - (len(self._batch.requests) if self._batch is not None else 0)
-
     def _begin_reading(self, requests: list[Request], most: int) -> Reading:
         """Begin to read prompts, with a batch for them if there is none. most: tokens of a part."""
         if self._batch is None:
@@ -159,16 +155,16 @@ class Scheduler:
         All, if nothing is decoded: no answer goes on before all their prompts are read. left: tokens of this part;
         most: of a whole one. A prompt that is too long for what is left waits for the next.
         """
-        is_start = self._count_free() == self.rows
+        free = self.rows - self.running
         with self._adding:
             taken, different = list[Request](), set[tuple[int, ...]]()
-            for request in islice(self._waiting, self._count_free()):
+            for request in islice(self._waiting, free):
                 more = different | {tuple(request.sequence)}
                 longest, shortest = max(map(len, more)), min(map(len, more))
                 fits = len(more) * longest <= left and longest - shortest < ALIKE
                 if not taken and longest > left and left < most:
                     return []
-                if is_start or fits or not taken or len(more) == len(different):
+                if free == self.rows or fits or not taken or len(more) == len(different):
                     taken.append(request)
                     different = more
             for request in taken:
@@ -185,7 +181,10 @@ class Scheduler:
         except ValueError as error:
             if self.target.fault is None:
                 raise
-            return self._end_all(error)
+            with self._adding:
+                requests = [*self._waiting, *self._list_begun()]
+                self.drop_all()
+            return [self.end(request, "error", error) for request in requests]
         if version == self._version:
             return []
         self._version = version
@@ -198,14 +197,6 @@ class Scheduler:
         self._end_batch()
         with self._adding:
             self._waiting.extendleft(reversed(going))
-        return chunks
-
-    def _end_all(self, error: Exception) -> list[Chunk]:
-        with self._adding:
-            waiting = [*self._waiting]
-            self._waiting.clear()
-        chunks = [self.end(request, "error", error) for request in (*waiting, *self._list_begun())]
-        self._end_batch()
         return chunks
 
     def _list_begun(self) -> list[Request]:

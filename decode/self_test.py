@@ -95,15 +95,12 @@ def agrees_flat(target: StockModel) -> bool:
     prompt, tokens = _make_example(target)
     rows = [[*prompt, *tokens.tolist()], prompt, [*prompt, int(tokens[0])]]
     try:
-        session = Session(target, len(rows))
-        session.verify(Tree.chain([prompt[: len(prompt) - row] for row in range(len(rows))]))
-        session.keep([list(range(len(prompt) - row)) for row in range(len(rows))])
+        session, errors = Session(target, len(rows)), []
+        read_texts(session, [prompt[: len(prompt) - row] for row in range(len(rows))])
         together = session.verify(Tree.chain(rows)).logits
-        errors = []
         for row, drafted in enumerate(rows):
             alone = Session(target, 1)
-            alone.verify(Tree.chain([prompt[: len(prompt) - row]]))
-            alone.keep([list(range(len(prompt) - row))])
+            read_texts(alone, [prompt[: len(prompt) - row]])
             expected = alone.verify(Tree.chain([drafted])).logits[0]
             errors.append((together[row, : len(drafted)] - expected).abs().max() / expected.float().std())
     except Exception:  # anything from the model's code

@@ -246,7 +246,7 @@ class Session:
             ancestors = None if tree.is_chain else tree.ancestors[:, start:]
             depth = depth if tree.is_chain else tree.depth
             masks = tree_masks(target.facts.windows, lengths, ancestors, depth, self.cache.used, target.dtype, seen)
-        elif any(self.cache.lengths):  # see `decode.cuda.attention`
+        elif any(self.cache.lengths):  # see `decode.devices.attention`
             masks = torch.empty(*tree.tokens.shape, 0, dtype=target.dtype, device=lengths.device)[:, None]
             masks = dict.fromkeys(target.facts.windows, masks) if len(target.facts.windows) > 1 else masks
         if self.states is not None and isinstance(masks, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from inspect import signature
 from typing import Any
 
@@ -136,10 +137,8 @@ def generate(
 
 
 def _run(engine: Engine) -> Iterator[Chunk]:
-    try:
+    with closing(engine):
         yield from engine
-    finally:
-        engine.close()
 
 
 generate.__signature__ = signature(stream).replace(return_annotation=list[Answer])  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from decode import Sampling, Step, Tree
-from decode.devices.top_tokens import top_tokens
+from decode.devices.backend import top_tokens
 from decode.devices.transfer import read, waits
 from decode.trees.noise import TEXT, find_keys, make_exponential
 from decode.trees.sampling import for_groups, upcast_half

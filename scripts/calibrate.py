@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from decode import Target, Tree, stream
-from decode.devices.top_tokens import top_tokens
+from decode.devices.backend import top_tokens
 from decode.models.loading import check_model
 from decode.prefill import read_texts
 from decode.session import Session

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import decode.costs
 from decode import Target
-from decode.cpu import build_cache, compiled_layers, layer_kernel
+from decode.cpu import compiled_layers, layer_kernel
 from decode.cpu.layer_kernel import Kernel, LayerCall
 from decode.cpu.native_ops import load_native_ops
 from decode.devices import user_cache
@@ -68,7 +68,7 @@ def caches(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 def keep_kernels_in(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    for module in (build_cache, compiled_layers):
+    for module in (user_cache, compiled_layers):
         patch.setattr(module, "build_folder", lambda: folder)
 
 

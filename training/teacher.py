@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from decode import Target
-from decode.devices.top_tokens import top_tokens
+from decode.devices.backend import top_tokens
 from decode.models.stock_model import capture_features
 from training.data import Example
 

@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.cpu.attention import ATTENTION, attend
 from decode.cpu.compiled_layers import compile_layers, compiled_layers
 from decode.cpu.compiled_module import Compiled, compile_module
-from decode.cpu.native_ops import DTYPES, find_top_tokens, load_native_ops, passing_flat
+from decode.cpu.native_ops import DTYPES, attend, find_top_tokens, load_native_ops, passing_flat
 from decode.cpu.packed_experts import pack_experts
 from decode.cpu.packed_linear import PackedLinear, can_pack, expecting_many_rows, has_bfloat16_products, pack_layers
 from decode.cpu.quantized_weights import round_layers, store_quantized_layers
+from decode.devices.attention import ATTENTION
 from decode.devices.backend import Backend
 from decode.devices.user_cache import print_notice_once
 from decode.weights.gguf.model import restore_blocks
@@ -61,6 +61,7 @@ class CpuBackend(Backend):
     pass_tokens = 0  # longer passes are not faster
     default_dtype = torch.float32
     attention, attend, top_tokens = ATTENTION, staticmethod(attend), staticmethod(find_top_tokens)
+    reading_texts, passing_flat = staticmethod(expecting_many_rows), staticmethod(passing_flat)
     lacks = ("graphs",)
 
     @property
@@ -139,12 +140,6 @@ class CpuBackend(Backend):
         if not _round_inputs(model):
             needs = "weights in blocks, as GGUF files have, and a CPU that multiplies bytes (8 bits need VNNI)"
             raise ValueError(f"dtype fixed16 needs {needs}; choose float32, which is the same here")
-
-    def reading_texts(self) -> AbstractContextManager[None]:
-        return expecting_many_rows()
-
-    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
-        return passing_flat(counts)
 
     def can_pass_flat(self, model: PreTrainedModel) -> bool:
         """Where the project's own attention op runs."""

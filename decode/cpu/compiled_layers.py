@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import PreTrainedModel
 
-from decode.cpu.build_cache import build_folder, build_once
 from decode.cpu.layer_kernel import (
     Kernel,
     LayerCall,
@@ -32,7 +31,7 @@ from decode.cpu.layer_kernel import (
     name_kernel,
     split_output,
 )
-from decode.devices.user_cache import print_notice_once
+from decode.devices.user_cache import build_folder, build_once, print_notice_once
 from decode.kv_cache import KVCache
 from decode.models.stock_model import StandIn, StockModel, find_decoder
 from decode.prefill import read_texts

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call
 
-from decode.cpu.attention import ATTENTION
 from decode.cpu.native_ops import SHIMS
+from decode.devices.attention import ATTENTION, grouped_attention
 from decode.devices.user_cache import digest, environment
 from decode.kv_cache import KVCache
 
@@ -158,6 +158,7 @@ def name_kernel(module: nn.Module, *described: Any) -> str:
     tensors = [(name, tensor.dtype, *shape_of(tensor)) for name, tensor in layer_tensors(module).items()]
     versions = transformers.__version__, torch.get_default_dtype(), environment(), OPTIONS
     own = [_digest_code(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
+    own.append(digest_module(grouped_attention.__module__))
     return digest(describe_module(module), tensors, *described, versions, own, SHIMS)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.cpu.build_cache import build_once
-from decode.devices.user_cache import digest, environment
+from decode.devices.attention import attend_generally
+from decode.devices.user_cache import build_once, digest, environment
 from decode.weights.blocks import BLOCKS, FLOAT_BLOCKS, PLAIN, Weight
 
 FOLDER = Path(__file__).parent
@@ -89,8 +89,17 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
     return unpacked
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """See `decode.devices.attention`. The op has no gradients, which an adapter on one of them may need."""
+    has_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if query.dtype in DTYPES and mask.shape[1] == 1 and not has_gradient and load_native_ops() is None:
+        output: Tensor = torch.ops.draftless.tree_attention(query, key, value, mask, scale)
+        return output
+    return attend_generally(query, key, value, mask, scale)
+
+
 def find_top_tokens(logits: Tensor, count: int, normalized: bool) -> tuple[Tensor, Tensor] | None:
-    """See `decode.devices.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
+    """See `decode.devices.backend.top_tokens`. None if the ops are not loaded: they are not compiled for this alone."""
     is_loaded = load_native_ops.cache_info().currsize and load_native_ops() is None
     if not is_loaded or logits.dtype != torch.float32:
         return None

@@ -17,8 +17,8 @@ from decode.cpu.native_ops import load_native_ops
 from decode.cpu.packed_linear import TOLERANCE, PackedLinear, agree
 from decode.devices.transfer import waits
 from decode.devices.user_cache import print_notice_once
-from decode.weights.blocks import StoredExperts, StoredLayer, Weight, WeightStack
-from decode.weights.layers import BAD_WEIGHT, LiveWeights, find_bad_weight, make_linear
+from decode.weights.blocks import StoredExperts, WeightStack
+from decode.weights.layers import BAD_WEIGHT, LiveWeights, find_bad_weight, make_linear, make_stored
 
 FAULTS = RuntimeError, TypeError, ValueError, AttributeError, IndexError  # of experts with another signature
 
@@ -28,7 +28,9 @@ class PackedStack(PackedLinear):
 
     def __init__(self, module: Any, name: str, stored: WeightStack | None) -> None:
         stack = join_stack(module, name)
-        super().__init__(*(split_stack(stack, module.is_transposed) if stored is None else map(_lay, stored.split())))
+        super().__init__(
+            *(split_stack(stack, module.is_transposed) if stored is None else map(make_stored, stored.split()))
+        )
         self._live = LiveStack(stack, module.is_transposed)
 
 
@@ -49,10 +51,6 @@ def join_stack(module: Any, name: str) -> nn.Linear:
     stack.weight, stack.bias = module._parameters[name], module._parameters.get(f"{name}_bias")
     stack.out_features, stack.in_features = stack.weight.shape[-2:]
     return stack
-
-
-def _lay(stored: Weight) -> StoredLayer:
-    return StoredLayer(stored, make_linear(torch.empty(len(stored.data), stored.inputs, device="meta"), None))
 
 
 def split_stack(stack: nn.Linear, is_transposed: bool) -> list[nn.Linear]:

@@ -34,7 +34,7 @@ LAYOUT_ROWS = 16  # oneDNN: a layout for 16 rows is fast for 1 to 64; one for a 
 MIN_ROWS, PADDED_ROWS = 3, 5  # oneDNN: with fewer rows inputs are padded: one takes 10 % longer than five, two 33 %
 MANY_ROWS = 256  # see `expecting_many_rows`
 UNPACKED = 1 << 24  # weights that are unpacked at a time
-SAMPLE = 64  # outputs of a stored weight that are checked; all of a large one would have to be unpacked
+SAMPLE = 64  # outputs of a stored weight that are checked
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the op's outputs, as a share of the largest
 
 _unpacks = ContextVar("_unpacks", default=False)
@@ -183,17 +183,14 @@ class PackedLinear(PackedLayer):
         inputs = torch.randn(7, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
         begin, found = 0, self(inputs)
         for linear in linears:
-            expected = self._compute(linear, begin, inputs)
+            if isinstance(linear, nn.Linear):
+                expected = linear(inputs)
+            else:  # of the first outputs: all of a large weight would have to be unpacked
+                rows = self.rows(torch.arange(begin, begin + min(SAMPLE, linear.out_features)))
+                expected = nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
             if not agree(found[:, begin : begin + expected.shape[1]], expected):
                 raise RuntimeError("the linear op does not compute what the layer does")
             begin += linear.out_features
-
-    def _compute(self, linear: nn.Linear | StoredLayer, begin: int, inputs: Tensor) -> Tensor:
-        """What a layer computes, whose outputs begin there: all or, of a stored one, the first."""
-        if isinstance(linear, nn.Linear):
-            return linear(inputs)
-        rows = self.rows(torch.arange(begin, begin + min(SAMPLE, linear.out_features)))
-        return nn.functional.linear(inputs, rows, None if linear.bias is None else linear.bias[: len(rows)])
 
 
 def agree(found: Tensor, expected: Tensor, layers: int = 1) -> bool:

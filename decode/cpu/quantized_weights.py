@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decode.cpu.packed_linear import PackedLinear, agree, can_pack
 from decode.devices.transfer import waits
 from decode.weights.blocks import FLOAT_BLOCKS, StoredLayer, Weight
-from decode.weights.layers import make_linear
+from decode.weights.layers import make_stored
 
 GROUP = 32  # inputs of a block
 UNITS = 1024  # unit vectors that a layer takes at once
@@ -53,7 +53,7 @@ def find_stored(layer: Any) -> StoredLayer | None:
     if weight is None:
         return None
     bias = None if layer.bias is None else layer.bias.float()
-    stored = StoredLayer(weight, make_linear(torch.empty(len(weight.data), weight.inputs, device="meta"), bias))
+    stored = make_stored(weight, bias)
     inputs = torch.randn(7, weight.inputs, generator=torch.Generator().manual_seed(0))
     return stored if agree(PackedLinear(stored)(inputs), layer(inputs)) else None
 

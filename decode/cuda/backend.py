@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from decode.cuda.attention import ATTENTION
-from decode.cuda.fixed_steps import FixedSteps, find_graph_fault, open_steps
+from decode.cuda.fixed_steps import find_graph_fault, open_steps
 from decode.cuda.graph import CudaGraphPool
-from decode.devices.attention import HALVES
+from decode.devices.attention import ATTENTION, HALVES
 from decode.devices.backend import Backend
 from decode.models.facts import has_hooks
 from decode.weights.layers import merge_layers
@@ -33,6 +32,7 @@ class CudaBackend(Backend):
     pins = True
     attention = ATTENTION
     lacks = ("compiled",)
+    find_graph_fault, open_steps = staticmethod(find_graph_fault), staticmethod(open_steps)
 
     @property
     def name(self) -> str:
@@ -44,12 +44,6 @@ class CudaBackend(Backend):
 
     def make_pool(self) -> CudaGraphPool:
         return CudaGraphPool(self.device)
-
-    def find_graph_fault(self, target: Any) -> str | None:
-        return find_graph_fault(target)
-
-    def open_steps(self, target: Any, rows: int, layers: Sequence[int]) -> FixedSteps:
-        return open_steps(target, rows, layers)
 
     def accelerate(self, model: Any, mode: str) -> None:
         if mode == "graphs" and has_hooks(model):

@@ -1,20 +1,39 @@
-"""Grouped-query attention by torch's own kernels, which does not repeat keys and values in memory.
+"""Grouped-query attention, which does not repeat keys and values in memory: by the device's own op or torch's kernels.
 
 Shapes: B rows, N nodes, S slots of the KV cache, D head size; heads share the keys and values of their group.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from decode.devices.backend import find_backend
 from decode.devices.transfer import waits
 
-OWN = "draftless_"  # begins the names of attention functions that backends register with transformers
+ATTENTION = "draftless_grouped"  # transformers' name for `grouped_attention`
 HALVES = torch.float16, torch.bfloat16  # half precision; no other dtype has flash attention
 _REPEATED = WeakTensorKeyDictionary()  # a mask -> the same mask, repeated; forgotten with the mask
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The same as transformers' sdpa attention, but queries share their key-value heads instead of repeating them."""
+    if kwargs.get("position_bias") is not None or attention_mask is None or attention_mask.dtype != query.dtype:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+    return (find_backend(query.device).attend or attend_generally)(query, key, value, attention_mask, scale), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -25,26 +44,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 def attend_generally(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Queries [B, heads, N, D] and keys and values [B, groups, S, D] -> [B, N, heads, D].
 
-    mask: to add to the scores, in the queries' dtype. It may be narrower than S: all nodes see the slots before those
-    that it is for.
+    mask: to add to the scores, in the queries' dtype; it may be repeated for stacked queries already. It may be
+    narrower than S: all nodes see the slots before those that it is for. If it is for none, the nodes are the last
+    tokens, and each sees those up to its own.
     """
-    if seen := key.shape[2] - mask.shape[3]:
+    nodes, slots = query.shape[2], mask.shape[3]
+    if slots == 0 and nodes > 1:
+        return attend_in_two(query, key, value, None, key.shape[2] - nodes, scale)
+    if slots and (seen := key.shape[2] - slots):
         return attend_in_two(query, key, value, mask, seen, scale)
-    return attend_stacked(query, key, value, mask, scale)
-
-
-def attend_stacked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """`attend_generally` without seeing any slot apart: the queries of a group are stacked as if they were more nodes.
-
-    The mask [B, 1, N, S] may be repeated for them already.
-    """
-    stacked, mask = _stack(query, key, mask)
-    output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scale)
+    stacked, repeated = _stack(query, key, mask if slots else None)
+    output = nn.functional.scaled_dot_product_attention(stacked, key, value, attn_mask=repeated, scale=scale)
     return _unstack(output, query)
 
 
 def attend_in_two(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, seen: int, scale: float) -> Tensor:
-    """`attend_stacked` where all nodes see the first `seen` slots.
+    """`attend_generally` where all nodes see the first `seen` slots.
 
     mask [B, 1, N, S - seen]: what they see of the other slots. None: these hold the nodes, and a node sees the nodes
     up to its own. On a GPU, a kernel without a mask shares the slots among all processors, a kernel with one
@@ -91,7 +106,7 @@ def _attend(
 
 
 def _stack(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Queries [B, groups, heads / groups * N, D], and a mask for them."""
+    """Queries [B, groups, heads / groups * N, D], those of a group as if they were more nodes, and a mask for them."""
     stacked = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     if mask is not None and mask.shape[2] < stacked.shape[2]:
         mask = repeat_mask(mask, query.shape[1] // key.shape[1])

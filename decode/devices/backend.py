@@ -3,7 +3,7 @@
 `Backend` describes any device. A folder `decode/TYPE` with a `backend.py` describes devices of that type better. It is
 found by its name, so that the core imports none, and another kind of device takes another folder alone.
 
-Shapes: B rows, N nodes, S slots of the KV cache.
+Shapes: B rows, N nodes, S slots of the KV cache, V vocabulary, R ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ class Backend:
     waits: reading a tensor makes the host wait for all that was launched before. pins: copies from and to pinned memory
     go on while the host does. takes_blocks: weights stay in the blocks that files store them in. pass_tokens: of all
     rows, in a pass that reads prompts; fewer would not keep the device busy. default_dtype: of models. attention: the
-    function that models attend by, for transformers; None is the model's own. attend: the same for tensors, see
-    `decode.devices.attention.attend`. top_tokens: `decode.devices.top_tokens`, or None for logits that it leaves to
-    torch. lacks: modes of `accelerate` that it has not. running: where passes of models run.
+    name of what models attend by, for transformers; None: as the model itself. attend: the device's own way of
+    `decode.devices.attention.attend`. top_tokens: its own way of the function of that name, or None for logits that it
+    leaves to torch. lacks: modes of `accelerate` that it has not. running: where passes of models run.
+
+    Only of devices with graphs: find_graph_fault, why steps of a target cannot be graphs, None if they can; open_steps,
+    what makes a session's steps. Only of those that can pass flat: passing_flat, where such a pass runs, by the nodes
+    [B] of each row.
     """
 
     waits, pins, takes_blocks = True, False, False
@@ -43,6 +47,9 @@ class Backend:
     top_tokens: Callable[[Tensor, int, bool], tuple[Tensor, Tensor] | None] | None = None
     lacks: tuple[str, ...] = "compiled", "graphs"
     running: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    find_graph_fault: Callable[[Any], str | None]
+    open_steps: Callable[[Any, int, Sequence[int]], Any]
+    passing_flat: Callable[[Tensor], AbstractContextManager[None]]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,14 +85,6 @@ class Backend:
     def make_pool(self) -> GraphPool | None:
         """What graphs share that are never replayed at the same time; None if the device has no graphs."""
         return None
-
-    def find_graph_fault(self, target: Any) -> str | None:
-        """Why steps of a target cannot be graphs; None if they can."""
-        raise NotImplementedError
-
-    def open_steps(self, target: Any, rows: int, layers: Sequence[int]) -> Any:
-        """What makes the steps of a session, as graphs."""
-        raise NotImplementedError
 
     def accelerate(self, model: Any, mode: str) -> None:
         """Make a model fast, in place. Outputs stay the same up to rounding.
@@ -125,10 +124,6 @@ class Backend:
         """Where passes over many tokens run, but not those of decoding: a token's result may depend on their number."""
         return self.running()
 
-    def passing_flat(self, counts: Tensor) -> AbstractContextManager[None]:
-        """Where a flat pass runs, see `can_pass_flat`. counts [B]: of each row's nodes."""
-        raise NotImplementedError
-
     def can_pass_flat(self, model: Any) -> bool:
         """Whether an accelerated model might take the tokens of all rows as one row, without padding."""
         return False
@@ -167,3 +162,14 @@ def check_mode(mode: str) -> None:
     """Raise ValueError for anything but one of `MODES`."""
     if mode not in MODES:
         raise ValueError(f"accelerate is {mode!r}; choose one of {', '.join(MODES)}")
+
+
+def top_tokens(logits: Tensor, count: int, *, normalized: bool = True) -> tuple[Tensor, Tensor]:
+    """The ids of the `count` largest of logits [..., V], or all if there are fewer, and their log-probabilities in
+    float32, or the logits if these are not to be `normalized`: [..., R] each, best first. With a NaN, any id."""
+    logits, count = logits.float(), min(count, logits.shape[-1])
+    own = find_backend(logits.device).top_tokens
+    if own is not None and (found := own(logits, count, normalized)) is not None:
+        return found
+    values, ids = logits.topk(count, dim=-1)
+    return ids, logits.log_softmax(dim=-1).gather(-1, ids) if normalized else values

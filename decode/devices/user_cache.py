@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -66,6 +66,44 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def build_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The file of that name in the folder of compiled files. If it is missing or damaged, `build` writes it first.
+
+    The name says all that determines the content. A checksum next to it tells a damaged file, which loading would crash
+    on. Files are built aside, under a lock, and moved into place.
+
+    Raises OSError if the cache cannot be written, and whatever `build` raises.
+    """
+    path = build_folder() / name
+    if not is_whole(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")), scratch(path.with_suffix(PARTIAL)) as aside:
+            if not is_whole(path):  # another process may have built it meanwhile
+                build(aside / name)
+                checksum = _checksum(aside / name)
+                remove(path)
+                path.with_suffix(".sha256").write_text(checksum)
+                (aside / name).rename(path)
+    return path
+
+
+def build_folder() -> Path:
+    """The folder of compiled files."""
+    return user_cache() / "kernels"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there as it was built."""
+    try:
+        return _checksum(path).encode() == path.with_suffix(".sha256").read_bytes()
+    except OSError:
+        return False
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from decode.devices.attention import OWN
+from decode.devices.attention import ATTENTION
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # each token sees a few others, which an index chooses
@@ -49,12 +49,9 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def find_cache_name(function: Callable[..., Any]) -> str:
-    """The name of the KV cache among a function's arguments. Raises ValueError without one."""
+    """The name of the KV cache among a function's arguments."""
     parameters = inspect.signature(function).parameters
-    for name in CACHE_NAMES:
-        if name in parameters:
-            return name
-    raise ValueError(f"{function.__qualname__} takes no KV cache by a name that is known ({', '.join(CACHE_NAMES)})")
+    return next(name for name in CACHE_NAMES if name in parameters)
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -95,7 +92,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         if is_refused:
             raise ValueError(f"{name} {reason}")
     attention = config._attn_implementation
-    if attention not in ATTENTION_IMPLEMENTATIONS and not str(attention).startswith(OWN):
+    if attention not in (*ATTENTION_IMPLEMENTATIONS, ATTENTION):
         raise ValueError(
             f"attention implementation {attention!r} takes no tree mask; load the model with "
             "attn_implementation='sdpa' or 'eager'"

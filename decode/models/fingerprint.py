@@ -72,7 +72,4 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _hash(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

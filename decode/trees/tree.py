@@ -120,17 +120,15 @@ class Tree:
             scores=None if self.scores is None else self.scores[:, :nodes],
         )
 
-    @classmethod
-    def join(cls, trees: Sequence[Tree]) -> Tree:
-        """The trees of several batches as one, without `q` and scores."""
-        width, first = max(tree.width for tree in trees), trees[0]
-        parts = [tree.to(first.tokens.device) for tree in trees]
+    def join(self, other: Tree) -> Tree:
+        """The trees of two batches as one, without `q` and scores."""
+        width, trees = max(self.width, other.width), (self, other.to(self.tokens.device))
         tokens, parents = (
-            torch.cat([nn.functional.pad(getattr(tree, name), (0, width - tree.width), value=value) for tree in parts])
+            torch.cat([nn.functional.pad(getattr(tree, name), (0, width - tree.width), value=value) for tree in trees])
             for name, value in (("tokens", 0), ("parents", -1))
         )
-        sizes, height = torch.cat([tree.sizes for tree in parts]), max(tree.height for tree in trees)
-        return cls(tokens, parents, sizes, height, is_chain=all(tree.is_chain for tree in trees))
+        sizes, height = torch.cat([tree.sizes for tree in trees]), max(self.height, other.height)
+        return Tree(tokens, parents, sizes, height, is_chain=self.is_chain and other.is_chain)
 
     def limit(self, nodes: Sequence[int]) -> Tree:
         """Only the first `nodes[b]` nodes of row b."""
@@ -191,12 +189,11 @@ class Tree:
         tree.__dict__.update(tensors)
         return tree
 
-    def check(self, batch: int, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
-        """Raise ValueError if these are not valid trees for the batch. On a GPU this would synchronize.
+    def check(self, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
+        """Raise ValueError if these are not valid trees, whose shapes are. On a GPU this would synchronize.
 
         Messages begin with what is there, and say what is right. roots: the token that each row's tree must begin with.
         """
-        self.check_shapes(batch, vocabulary)
         if not 1 <= int(self.sizes.min()) <= int(self.sizes.max()) <= min(budget, self.width):
             raise ValueError(
                 f"trees of {self.sizes.tolist()} nodes; a tree has its root and at most the budget of {budget} nodes, "

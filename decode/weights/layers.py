@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from decode.weights.blocks import StoredExperts, StoredLayer
+from decode.weights.blocks import StoredExperts, StoredLayer, Weight
 
 # Layers that most models call with the same tensor. As one larger layer they need fewer calls.
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -128,6 +128,11 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return linear.eval()
+
+
+def make_stored(weight: Weight, bias: Tensor | None = None) -> StoredLayer:
+    """A layer to be packed, with its weight as a file stores it."""
+    return StoredLayer(weight, make_linear(torch.empty(len(weight.data), weight.inputs, device="meta"), bias))
 
 
 def join_linears(*linears: nn.Linear) -> nn.Linear:

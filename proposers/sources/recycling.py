@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode import Step, Tree
-from decode.devices.top_tokens import top_tokens
+from decode.devices.backend import top_tokens
 from decode.devices.transfer import read, waits
 from proposers.sources.source import Named, Source, sigmoid
 

@@ -243,7 +243,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert folder.read_text() == "a file"
     folder.unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", Mock(side_effect=OSError("no space left")))
+        patch.setattr(Path, "write_text", Mock(side_effect=OSError("no space left")))
         Target(tiny("llama")).warm_up()
     assert list(folder.iterdir()) == []
     monkeypatch.setattr(costs, "user_cache", Mock(side_effect=RuntimeError("no home folder")))

@@ -67,7 +67,7 @@ def test_the_best_candidates_are_a_tree_and_so_are_the_first_of_them() -> None:
     tree = draft.largest.first(4)
     assert tree.tokens.tolist() == [[7, 10, 12, 14]]
     assert tree.parents.tolist() == [[-1, 0, 1, 2]]
-    tree.check(1, 4, 20)
+    tree.check(4, 20)
     assert draft.largest.first(9).tokens.tolist() == [[7, 10, 12, 14, 13, 11]]
     for nodes in range(1, 10):
         first, same = draft.largest.first(nodes), make(nodes=nodes).largest
@@ -93,7 +93,7 @@ def test_cut_keeps_each_rows_nodes_up_to_a_depth() -> None:
         tree = replace(tree, scores=torch.rand(tree.tokens.shape))
         depths = [choose.randrange(5) for _ in range(3)]
         cut = tree.cut(depths)
-        cut.check(3, tree.width, 6)
+        cut.check(tree.width, 6)
         for row, deepest in enumerate(depths):
             kept = [node for node in list_nodes(tree, row) if len(node[0]) - 1 <= deepest]
             assert list_nodes(cut, row) == kept
@@ -140,10 +140,14 @@ def make_pair(tokens: list[int], parents: list[int], size: int = 2) -> Tree:
     ],
 )
 def test_invalid_trees_are_refused(tree: Tree, message: str) -> None:
+    def check(tree: Tree) -> None:
+        tree.check_shapes(1, 9)
+        tree.check(budget=5, vocabulary=9)
+
     for valid in (CHAIN, BUSH):
-        valid.check(batch=1, budget=5, vocabulary=9)
+        check(valid)
     with pytest.raises(ValueError, match=message):
-        tree.check(batch=1, budget=5, vocabulary=9)
+        check(tree)
 
 
 def test_the_greedy_walk_is_the_walk_at_temperature_zero() -> None:

@@ -63,7 +63,7 @@ def test_a_wide_search_finds_the_most_likely_nodes(vocabulary: int) -> None:
     draft = find(drafter, [7, 8, 9], 1000)
     for nodes in (2, 3, 9, 40):
         tree = draft.largest.first(nodes)
-        tree.check(3, nodes, 200)
+        tree.check(nodes, 200)
         assert tree.tokens[:, 0].tolist() == [7, 8, 9] and int(tree.depth.max()) <= tree.height
         for row in range(3):
             assert set(list_paths(tree, row)) == set(best_first(drafter, row, 3, nodes - 1))

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decode import Chunk, Sampling, Target
 from decode import generate as answer
-from decode.cpu import build_cache
+from decode.devices import user_cache
 from draftless_commands import generate
 from draftless_commands.shared.command import Parser, failing_clearly
 from draftless_commands.shared.terminal import has_colour
@@ -375,7 +375,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     kernels = folder / "cache" / "draftless" / "kernels"
     if not kernels.exists():
         kernels.parent.mkdir(parents=True)
-        kernels.symlink_to(build_cache.build_folder())  # compiling takes most of a minute
+        kernels.symlink_to(user_cache.build_folder())  # compiling takes most of a minute
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     environment = {**os.environ, **own}
     command = [sys.executable, "-m", "draftless", "generate", *arguments]

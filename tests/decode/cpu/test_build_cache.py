@@ -22,12 +22,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode import Target
-from decode.cpu import backend, build_cache, compiled_layers, layer_kernel
-from decode.cpu.build_cache import build_once, is_whole
+from decode.cpu import backend, compiled_layers, layer_kernel
 from decode.cpu.compiled_layers import compile_layers
 from decode.cpu.layer_kernel import describe_module, name_kernel
 from decode.devices import user_cache
-from decode.devices.user_cache import working_folder
+from decode.devices.user_cache import build_once, is_whole, working_folder
 from tests.support.models import needs_compiler, tiny
 
 
@@ -286,7 +285,7 @@ def test_models_that_cannot_run_the_trials_are_left_alone(compiled: Mock) -> Non
 
 
 def test_the_sources_of_the_ops_are_part_of_the_package() -> None:
-    folder = Path(build_cache.__file__).parent
+    folder = Path(backend.__file__).parent
     project = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["decode.cpu"]
     sources = {file for file in folder.iterdir() if file.is_file() and file.suffix != ".py"}

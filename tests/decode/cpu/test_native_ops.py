@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from decode import Target
 from decode.cpu.native_ops import load_native_ops, pack, passing_flat
 from decode.cpu.packed_linear import OneDnnLinear, PackedLinear
-from decode.devices.backend import find_backend
-from decode.devices.top_tokens import top_tokens
+from decode.devices.backend import find_backend, top_tokens
 from decode.trees.accept import choose_greedily
 from decode.trees.sampling import NO_TOKEN
 from decode.weights.blocks import Weight

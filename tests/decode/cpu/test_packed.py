@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decode import Target, generate
-from decode.cpu import attention, backend, packed_linear
-from decode.cpu.attention import grouped_attention
+from decode.cpu import backend, native_ops, packed_linear
 from decode.cpu.packed_linear import TOLERANCE, OneDnnLinear, PackedLinear, can_pack, pack_linear
+from decode.devices.attention import grouped_attention
 from decode.models.fingerprint import fingerprint_weights
 from decode.weights.layers import MergedLinear, MergedPart, PackedLayer
 from proposers import MedusaProposer, NGramProposer
@@ -26,8 +27,8 @@ has_onednn = {torch.float32: True, torch.bfloat16: torch.ops.mkldnn._is_mkldnn_b
 
 def use_onednn(monkeypatch: pytest.MonkeyPatch, reason: str = "no compiler") -> None:
     """Do as if the ops could not be compiled."""
-    for module in (backend, attention, packed_linear):
-        monkeypatch.setattr(module, "load_native_ops", lambda: reason)
+    for module in (backend, native_ops, packed_linear):
+        monkeypatch.setattr(module, "load_native_ops", cache(lambda: reason))
 
 
 @pytest.fixture(params=[PackedLinear, OneDnnLinear])

@@ -19,12 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import decode.target as target_module
 from decode import Sampling, Target, Tree, generate, prefill, session
-from decode.cpu.attention import grouped_attention as attend_on_cpu
-from decode.cuda import attention as cuda_attention
 from decode.cuda import backend as cuda
-from decode.cuda.attention import grouped_attention as attend_on_gpu
 from decode.cuda.backend import CudaBackend
 from decode.devices import attention
+from decode.devices.attention import grouped_attention
 from decode.trees.masks import AttentionWindow, tree_masks
 from heads.layer_cache import attend
 from proposers import DraftProposer, NGramProposer
@@ -56,8 +54,8 @@ def by_transformers(function: Callable[..., Any]) -> Attend:
 
 
 WAYS: dict[str, Attend] = {
-    "grouped": by_transformers(attend_on_cpu),
-    "in two": by_transformers(attend_on_gpu),
+    "grouped": by_transformers(grouped_attention),
+    "in two": by_transformers(grouped_attention),
     "heads": lambda query, key, value, mask, _: attend(query, key, value, mask).transpose(1, 2),
     "sdpa": by_transformers(sdpa_attention_forward),
     "flex": by_transformers(flex_attention_forward),
@@ -123,7 +121,7 @@ def test_the_next_tokens_need_no_mask(length: int, nodes: int) -> None:
     torch.manual_seed(0)
     query = torch.randn(2, 6, nodes, SIZE).double()
     key, value = (torch.randn(2, 3, length + nodes, size).double() for size in (SIZE, 5))
-    found = by_transformers(attend_on_gpu)(query, key, value, query.new_empty(2, 1, nodes, 0), None)
+    found = by_transformers(grouped_attention)(query, key, value, query.new_empty(2, 1, nodes, 0), None)
     tree = Tree.chain([[0] * nodes] * 2)
     expected = attend_along_paths(query, key, value, tree, [length] * 2, AttentionWindow(), None)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
@@ -159,8 +157,7 @@ def test_texts_that_are_seen_whole_change_nothing(kind: str, monkeypatch: pytest
         used["no mask" if mask is None else "mask"] += 1
         return attend_in_two(query, key, value, mask, seen, scale)
 
-    for module in (attention, cuda_attention):
-        monkeypatch.setattr(module, "attend_in_two", count)
+    monkeypatch.setattr(attention, "attend_in_two", count)
     prompts = [[*range(5, 28)], [7, 8, 9] * 4, [*range(5, 28)]]
     for batch_size in (1, 3):
         for sampling in (Sampling(), Sampling(0.8, seed=1)):

@@ -93,7 +93,7 @@ def test_a_wrong_tree_is_mended_and_marked_in_its_row_only() -> None:
         caught += wrong
         # Nothing of it can index out of range.
         mended = Tree(checked.tokens, checked.parents, checked.sizes, tree.width)
-        mended.check(3, 12, VOCABULARY)
+        mended.check(12, VOCABULARY)
     assert caught > 100
 
 
@@ -103,7 +103,7 @@ def is_valid(tree: Tree, row: int) -> bool:
     tokens[:, 0] = 0
     one = slice(row, row + 1)
     try:
-        Tree(tokens[one], tree.parents[one], tree.sizes[one], tree.height).check(1, 12, VOCABULARY)
+        Tree(tokens[one], tree.parents[one], tree.sizes[one], tree.height).check(12, VOCABULARY)
     except ValueError:
         return False
     return True
