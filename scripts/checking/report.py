@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decode import Proposer, Stats, Target, stream
+from decode import Proposer, Target, stream
 from decode.models.adapters import is_adapter
 from draftless_commands.checking.drift import Drift
 from draftless_commands.checking.rules import (
@@ -23,7 +23,7 @@ from draftless_commands.checking.rules import (
 )
 from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 from draftless_commands.shared.results import INTERVAL, resample
-from draftless_commands.shared.terminal import show_progress
+from draftless_commands.shared.terminal import list_answers, show_progress
 from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, Worth, count, describe_tau, find_worth
 from heads.checkpoint import find_kind
 from heads.kinds import get_kind
@@ -136,25 +136,20 @@ def check_folder(
     if engine_python is not None:
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
-    usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
+    usable = {engine: None if list_errors(findings, engine) else commands.get(engine) for engine in ENGINES}
     return Report(str(path), name, kind, findings, usable, tau, interval, by_prompt, expected, worth, served=served)
 
 
 def count_accepted(target: Target, proposer: Proposer) -> dict[str, tuple[int, int]]:
     """The new tokens and the target's passes of each of `PROMPTS`."""
-    found = dict[int, Stats]()
     chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
-    for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS):
-        if chunk.answer is not None:
-            if chunk.answer.error is not None:
-                raise ValueError(chunk.answer.error)
-            found[chunk.request_id] = chunk.answer.stats
-    return {prompt: (found[number].tokens, found[number].steps) for number, prompt in enumerate(PROMPTS)}
+    answers = list_answers(show_progress(chunks, len(PROMPTS) * NEW_TOKENS))
+    return {prompt: (each.stats.tokens, each.stats.steps) for prompt, each in zip(PROMPTS, answers, strict=True)}
 
 
-def has_error(findings: Sequence[Finding], engine: Engine) -> bool:
-    """Whether something keeps an engine from serving the head as it was trained."""
-    return any(each.level == "error" and each.engine in (engine, "both", "draftless") for each in findings)
+def list_errors(findings: Sequence[Finding], engine: Engine) -> list[Finding]:
+    """What keeps an engine from serving the head as it was trained."""
+    return [each for each in findings if each.level == "error" and each.engine in (engine, "both", "draftless")]
 
 
 def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:
