@@ -25,12 +25,10 @@ from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResu
 from draftless_commands.shared.results import INTERVAL, resample
 from draftless_commands.shared.terminal import list_answers, show_progress
 from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, Worth, count, describe_tau, find_worth
-from heads.checkpoint import find_kind
 from heads.kinds import get_kind
 from heads.vocabulary import VocabularyHead
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
-from proposers.draft_models.loading import is_trained_draft
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
@@ -87,11 +85,6 @@ class Report:
             lines.append(f"\n{describe_tau(self.tau, f'{basis}, {interval}')}; {FILE} expects {expected}")
             lines.append(self.worth.describe())
         return "\n".join(lines)
-
-
-def find_kind_of(path: Path) -> str:
-    """The kind of the head in a folder, or `DRAFT_MODEL`. Raises ValueError if there is none."""
-    return DRAFT_MODEL if is_trained_draft(path) else find_kind(path)
 
 
 def report_fault(path: Path, name: str, fault: ValueError) -> Report:
