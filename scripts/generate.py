@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = args.prompt_file
         conversations = read_conversations(path) if path is not None else [ask([args.prompt], "--prompt")]
         store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
-        kept = args.store if args.store is not None and Path(args.store).exists() else None
-        if store is not None and kept is not None:
+        kept = args.store if store is not None and args.store is not None and Path(args.store).exists() else None
+        if kept is not None:
             store.load(kept)  # finds a damaged file
         target = load_target(model)
         renderer = Renderer(target.tokenizer, args.template_option, args.chat)
         encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
-        if store is not None and kept is not None:
+        if kept is not None:
             store.load(kept, target)
         proposer = make_proposer(args, target, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,16 @@ def check_folder(
     name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
     try:
-        proposer, head, shape = load_proposer(path, target, nodes=NODES), None, {}
-        if not isinstance(proposer, HeadProposer):
-            draft = proposer.draft_model
-            shape = {"width": 1 if draft.is_recurrent else DRAFT_WIDTH}
-            proposer = load_proposer("draft", target, draft_model=draft, nodes=NODES, **shape)
-            findings = find_draft_faults(draft, target)
-        else:
+        load = partial(load_proposer, path, target)
+        proposer, head = load(nodes=NODES), None
+        if isinstance(proposer, HeadProposer):
             head = proposer.head
             findings = find_faults(path, head, target)
+        else:
+            draft = proposer.draft_model
+            width = 1 if draft.is_recurrent else DRAFT_WIDTH
+            load = partial(load_proposer, "draft", target, draft_model=draft, width=width)
+            proposer, findings = load(nodes=NODES), find_draft_faults(draft, target)
     except ValueError as fault:
         return report_fault(path, name, fault)
     kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
@@ -121,11 +123,7 @@ def check_folder(
         calibration = getattr(proposer, "calibration", None)
         expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
-        if isinstance(proposer, HeadProposer):
-            sized = load_proposer(path, target)
-        else:
-            sized = load_proposer("draft", target, draft_model=proposer.draft_model, **shape)
-        worth = find_worth(target, sized, PROMPTS)
+        worth = find_worth(target, load(), PROMPTS)
     if engine_python is not None:
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
