@@ -20,7 +20,6 @@ from draftless_commands.checking.report import (
     NEW_TOKENS,
     Report,
     check_folder,
-    find_kind_of,
     list_servers,
     report_fault,
 )
@@ -28,10 +27,11 @@ from draftless_commands.checking.serving import DRAFT_MODEL, check_engine
 from draftless_commands.checking.upload import check_upload, upload
 from draftless_commands.shared.command import Parser, check_new_folder, check_output_folder, failing_clearly
 from draftless_commands.shared.options import ModelOptions, add_kind_option, fetch_checkpoint, load_target
-from heads.checkpoint import check_overwrite, load_head, save_head
+from heads.checkpoint import check_overwrite, find_kind, load_head, save_head
 from heads.formats.written_checkpoint import read_checkpoint, write_checkpoint
 from heads.medusa import MedusaHead, widen_medusa
 from proposers.calibration import FILE, load_calibration
+from proposers.draft_models.loading import is_trained_draft
 
 EPILOG = """\
 Each finding is a line: its level, its engine (draftless: loading and drafting here), its name, and what to do. Commands
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.card:
             check_card(args.export or args.folder)
         try:
-            kind = find_kind_of(args.folder)
+            kind = DRAFT_MODEL if is_trained_draft(args.folder) else find_kind(args.folder)
         except ValueError as fault:  # before the target is loaded
             report = report_fault(args.folder, args.model or NAME, fault)
         else:

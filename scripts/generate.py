@@ -15,18 +15,16 @@ from filelock import FileLock, Timeout
 from decode import Answer, Chunk, Grammar, Sampling, stream
 from draftless_commands.shared.command import Parser, at_least, check_writable, failing_clearly
 from draftless_commands.shared.options import (
-    DRAFTING,
     STORE_HELP,
-    ModelOptions,
     add_model_options,
     add_proposer_options,
-    list_heads,
+    choose_model,
     load_target,
     make_proposer,
 )
 from draftless_commands.shared.prompts import TEMPLATE_OPTION, ask, encode_turn, read_conversations
 from draftless_commands.shared.terminal import format_chunk, has_colour, in_order
-from proposers import AnswerStore, check_options
+from proposers import AnswerStore
 from proposers.options import OPTIONS
 from training.conversations import Conversation
 from training.rendering import Renderer
@@ -61,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with failing_clearly(parser):
         sampling = Sampling(**{name: getattr(args, name) for name in SAMPLING})
-        model = ModelOptions.from_args(args)
-        check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
+        model = choose_model(args)
         check_writable(args.store and Path(args.store), "--store")
         lock = args.store and hold(args.store)  # noqa: F841  until the end
         if "" in args.stop:
@@ -72,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = args.prompt_file
         conversations = read_conversations(path) if path is not None else [ask([args.prompt], "--prompt")]
         store = AnswerStore() if "store" in OPTIONS.get(args.proposer, ()) else None
-        kept = args.store if args.store is not None and Path(args.store).exists() else None
-        if store is not None and kept is not None:
+        kept = args.store if store is not None and args.store is not None and Path(args.store).exists() else None
+        if kept is not None:
             store.load(kept)  # finds a damaged file
-        target = load_target(model.for_heads(list_heads(args.proposer, args.head)))
+        target = load_target(model)
         renderer = Renderer(target.tokenizer, args.template_option, args.chat)
         encode_turn(conversations, 0, target, renderer)  # finds prompts that do not fit before a draft model is loaded
-        if store is not None and kept is not None:
+        if kept is not None:
             store.load(kept, target)
         proposer = make_proposer(args, target, store)
         if getattr(proposer, "adaptive", False):  # before the first answer, to keep it out of its seconds

@@ -13,15 +13,12 @@ from decode import Engine
 from decode.request import NODES
 from draftless_commands.shared.command import Parser, at_least, failing_clearly
 from draftless_commands.shared.options import (
-    DRAFTING,
-    ModelOptions,
     add_model_options,
     add_proposer_options,
-    list_heads,
+    choose_model,
     load_target,
     make_proposer,
 )
-from proposers import check_options
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "DRAFTLESS_API_KEY"
@@ -42,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with failing_clearly(parser):
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             raise ValueError(f'this needs {", ".join(missing)}: pip install "draftless[serve]"')
-        model = ModelOptions.from_args(args)
-        check_options(args.proposer, {name: getattr(args, name) for name in DRAFTING}, pretrained=model.may_be_default)
-        model = model.for_heads(list_heads(args.proposer, args.head))
+        model = choose_model(args)
         with listen(args.host, args.port) as place:  # before the model is loaded: the port may be taken
             target = load_target(model)
             if target.tokenizer is None:

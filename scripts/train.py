@@ -65,15 +65,13 @@ def train(accelerator: Accelerator, options: TrainOptions) -> None:
     model = target.fingerprints  # before it gets adapters
     parts = make_parts(options, target, head, dataset.prompts)
     load_batch = BatchLoader(dataset.examples, parts.teacher)
-    if options.plan:
-        if accelerator.is_main_process:
-            print_plan(parts.objective, dataset, options.schedule, load_batch, accelerator.num_processes)
-        return
-
-    settings = describe_settings(options, dataset, head)
-    state = load_checkpoint(options.out, settings, model, options.changed_model) if options.resume else None
+    settings, resume = describe_settings(options, dataset, head), options.resume and not options.plan
+    state = load_checkpoint(options.out, settings, model, options.changed_model) if resume else None
     if state is None and accelerator.is_main_process:
         print_plan(parts.objective, dataset, options.schedule, load_batch, accelerator.num_processes)
+    if options.plan:
+        return
+
     options.out.mkdir(parents=True, exist_ok=True)
     if state is None and accelerator.is_main_process:
         write_record(options, dataset)

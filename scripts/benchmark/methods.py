@@ -16,6 +16,7 @@ from decode.requests.answer import PARTS
 from draftless_commands.benchmark.measurement import Ask, Measured, Method, TokenIds, clock
 from draftless_commands.benchmark.peers import PEERS, OtherProgram, check_peer, is_own_method, load_stock, make_peer
 from draftless_commands.shared.options import ModelOptions, load_draft
+from draftless_commands.shared.terminal import list_answers
 from proposers import AnswerStore, MergedProposer, check_options, load_proposer
 from proposers.options import OPTIONS
 
@@ -93,16 +94,15 @@ def make_methods(
     named: Sequence[NamedMethod], target: Target, model: ModelOptions, temperature: float
 ) -> dict[str, Method]:
     """The methods by their texts, with their draft models, heads and peers loaded. Other programs are not yet."""
-    if not any(each.name in PEERS or is_own_method(each.name) for each in named):
-        return {each.text: _make_loop(target, model, temperature, each) for each in named}
-    stock = load_stock(target, model, temperature)
+    others = [each.name for each in named if each.name in PEERS or is_own_method(each.name)]
+    stock = load_stock(target, model, temperature) if others else None
 
     def make(each: NamedMethod) -> Method:
+        if each.name not in others:
+            return _make_loop(target, model, temperature, each)
         if each.name in PEERS:
             return make_peer(stock, target.tokenizer, model, each.name, each.options)
-        if is_own_method(each.name):
-            return OtherProgram(each.name, stock, target.tokenizer)
-        return _make_loop(target, model, temperature, each)
+        return OtherProgram(each.name, stock, target.tokenizer)
 
     return {each.text: make(each) for each in named}
 
@@ -140,17 +140,14 @@ def ask_loop(
     chunks, seconds = clock(lambda: [*stream(target, prompts, proposer, text=False, **settings)], target.device)
     if isinstance(proposer, MergedProposer):
         proposer.keep_answers()
-    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
-    ordered = [answers[row] for row in range(len(prompts))]
-    if failed := [answer.error for answer in ordered if answer.error is not None]:
-        raise ValueError(failed[0])
-    longest = max((answer.stats.seconds for answer in ordered), key=lambda spent: spent.total)  # of the whole batch
+    answers = list_answers(chunks)
+    longest = max((answer.stats.seconds for answer in answers), key=lambda spent: spent.total)  # of the whole batch
     return Measured(
-        [answer.tokens for answer in ordered],
+        [answer.tokens for answer in answers],
         [[len(chunk.tokens) for chunk in chunks if chunk.request_id == row] for row in range(len(prompts))],
         seconds,
-        [answer.text for answer in ordered],
-        [answer.stats.nodes for answer in ordered],
+        [answer.text for answer in answers],
+        [answer.stats.nodes for answer in answers],
         {part: getattr(longest, part) for part in PARTS} if not target.backend.waits else None,
         {name: count - before[name] for name, count in getattr(proposer, "accepted_by_source", {}).items()} or None,
     )

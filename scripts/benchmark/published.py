@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-CHAIN = "nodes={},depth={},width=1"  # of K draft tokens: K + 1 nodes with the root
 MT_BENCH, SPEC_BENCH = "MT-bench, 80 first turns", "Spec-Bench, 480 questions"
 
 # Vicuna's tokenizer has none. This is FastChat's.
@@ -20,7 +19,7 @@ VICUNA = (
 
 def chain(tokens: int) -> str:
     """The options of a method that drafts so many tokens in a row."""
-    return CHAIN.format(tokens + 1, tokens)
+    return f"nodes={tokens + 1},depth={tokens},width=1"  # the root is a node, too
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from draftless_commands.checking.report import (
     ENGINES,
     Report,
     describe_speculation,
+    list_errors,
     list_servers,
     write_commands,
 )
@@ -175,14 +176,7 @@ class Card:
             if engine not in list_servers(self.kind):
                 yield f"{NAMES[engine]} has no class for {self.kind} heads."
             elif self.report.commands.get(engine) is None:
-                yield f"It is not for {NAMES[engine]} as it is:" + self._list_errors(engine)
+                errors = list_errors(self.report.findings, engine)
+                yield f"It is not for {NAMES[engine]} as it is:" + "".join(f"\n- {each.text}" for each in errors)
             else:
                 yield f"{NAMES[engine]}:\n\n```sh\n{served[engine]}\n```"
-
-    def _list_errors(self, engine: str) -> str:
-        found = [
-            each.text
-            for each in self.report.findings
-            if each.level == "error" and each.engine in (engine, "both", "draftless")
-        ]
-        return "".join(f"\n- {text}" for text in found)

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from decode import Target, Tree, generate
+from decode import Target, Tree, stream
 from decode.models.adapters import find_base
 from decode.session import Session
 from draftless_commands.checking.serving import PROMPTS
 from draftless_commands.shared.options import ModelOptions, load_target
 from draftless_commands.shared.results import INTERVAL, resample
+from draftless_commands.shared.terminal import list_answers
 from draftless_commands.shared.worth import count
 from proposers import NGramProposer
 
@@ -58,9 +59,7 @@ def answer_without_adapter(options: ModelOptions, new_tokens: int) -> list[Score
     model cannot be loaded or gives no numbers.
     """
     original = load_target(replace(options, model=find_base(Path(str(options.model)))))
-    answers = generate(original, PROMPTS, NGramProposer(), max_new_tokens=new_tokens)
-    if failed := [each.error for each in answers if each.error is not None]:
-        raise ValueError(failed[0])
+    answers = list_answers(stream(original, PROMPTS, NGramProposer(), max_new_tokens=new_tokens, text=False))
     return [Scored(each.prompt, each.tokens, score(original, each.prompt, each.tokens)) for each in answers]
 
 

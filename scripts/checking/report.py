@@ -6,10 +6,11 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decode import Proposer, Stats, Target, stream
+from decode import Proposer, Target, stream
 from decode.models.adapters import is_adapter
 from draftless_commands.checking.drift import Drift
 from draftless_commands.checking.rules import (
@@ -23,14 +24,12 @@ from draftless_commands.checking.rules import (
 )
 from draftless_commands.checking.serving import DRAFT_MODEL, PROMPTS, ServedResult, serve_head
 from draftless_commands.shared.results import INTERVAL, resample
-from draftless_commands.shared.terminal import show_progress
+from draftless_commands.shared.terminal import list_answers, show_progress
 from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, Worth, count, describe_tau, find_worth
-from heads.checkpoint import find_kind
 from heads.kinds import get_kind
 from heads.vocabulary import VocabularyHead
 from proposers import HeadProposer, load_proposer
 from proposers.calibration import FILE
-from proposers.draft_models.loading import is_trained_draft
 
 ENGINES: tuple[Engine, ...] = ("vllm", "sglang")
 DRAFT_TOKENS = 3  # in a chain, as is usual
@@ -89,11 +88,6 @@ class Report:
         return "\n".join(lines)
 
 
-def find_kind_of(path: Path) -> str:
-    """The kind of the head in a folder, or `DRAFT_MODEL`. Raises ValueError if there is none."""
-    return DRAFT_MODEL if is_trained_draft(path) else find_kind(path)
-
-
 def report_fault(path: Path, name: str, fault: ValueError) -> Report:
     """The report on a folder whose head does not load. name: the target's."""
     return Report(str(path), name, None, [error("draftless", "does-not-load", str(fault))], {})
@@ -107,15 +101,16 @@ def check_folder(
     name: the target's, for the commands. engine_python: a Python with vLLM to serve the head in; None serves nothing.
     """
     try:
-        proposer, head, shape = load_proposer(path, target, nodes=NODES), None, {}
-        if not isinstance(proposer, HeadProposer):
-            draft = proposer.draft_model
-            shape = {"width": 1 if draft.is_recurrent else DRAFT_WIDTH}
-            proposer = load_proposer("draft", target, draft_model=draft, nodes=NODES, **shape)
-            findings = find_draft_faults(draft, target)
-        else:
+        load = partial(load_proposer, path, target)
+        proposer, head = load(nodes=NODES), None
+        if isinstance(proposer, HeadProposer):
             head = proposer.head
             findings = find_faults(path, head, target)
+        else:
+            draft = proposer.draft_model
+            width = 1 if draft.is_recurrent else DRAFT_WIDTH
+            load = partial(load_proposer, "draft", target, draft_model=draft, width=width)
+            proposer, findings = load(nodes=NODES), find_draft_faults(draft, target)
     except ValueError as fault:
         return report_fault(path, name, fault)
     kind, speculation = DRAFT_MODEL if head is None else head.kind, describe_speculation(head, str(path.resolve()))
@@ -128,33 +123,24 @@ def check_folder(
         calibration = getattr(proposer, "calibration", None)
         expected = calibration.expect_tau(NODES)[-1] if calibration else None
         findings += judge_tau(tau, expected)
-        if isinstance(proposer, HeadProposer):
-            sized = load_proposer(path, target)
-        else:
-            sized = load_proposer("draft", target, draft_model=proposer.draft_model, **shape)
-        worth = find_worth(target, sized, PROMPTS)
+        worth = find_worth(target, load(), PROMPTS)
     if engine_python is not None:
         served, faults = serve_head(path, kind, speculation, target, engine_python)
         findings += faults
-    usable = {engine: None if has_error(findings, engine) else commands.get(engine) for engine in ENGINES}
+    usable = {engine: None if list_errors(findings, engine) else commands.get(engine) for engine in ENGINES}
     return Report(str(path), name, kind, findings, usable, tau, interval, by_prompt, expected, worth, served=served)
 
 
 def count_accepted(target: Target, proposer: Proposer) -> dict[str, tuple[int, int]]:
     """The new tokens and the target's passes of each of `PROMPTS`."""
-    found = dict[int, Stats]()
     chunks = stream(target, PROMPTS, proposer, max_new_tokens=NEW_TOKENS, nodes=NODES, text=False)
-    for chunk in show_progress(chunks, len(PROMPTS) * NEW_TOKENS):
-        if chunk.answer is not None:
-            if chunk.answer.error is not None:
-                raise ValueError(chunk.answer.error)
-            found[chunk.request_id] = chunk.answer.stats
-    return {prompt: (found[number].tokens, found[number].steps) for number, prompt in enumerate(PROMPTS)}
+    answers = list_answers(show_progress(chunks, len(PROMPTS) * NEW_TOKENS))
+    return {prompt: (each.stats.tokens, each.stats.steps) for prompt, each in zip(PROMPTS, answers, strict=True)}
 
 
-def has_error(findings: Sequence[Finding], engine: Engine) -> bool:
-    """Whether something keeps an engine from serving the head as it was trained."""
-    return any(each.level == "error" and each.engine in (engine, "both", "draftless") for each in findings)
+def list_errors(findings: Sequence[Finding], engine: Engine) -> list[Finding]:
+    """What keeps an engine from serving the head as it was trained."""
+    return [each for each in findings if each.level == "error" and each.engine in (engine, "both", "draftless")]
 
 
 def judge_tau(tau: float, expected: float | None) -> Iterator[Finding]:

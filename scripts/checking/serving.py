@@ -24,7 +24,7 @@ from decode.models.adapters import is_adapter
 from decode.models.loading import load_model
 from draftless_commands.checking.rules import Finding, error, warning
 from draftless_commands.shared.results import to_markdown
-from draftless_commands.shared.terminal import show_progress
+from draftless_commands.shared.terminal import list_answers, show_progress
 from heads.checkpoint import load_head
 from proposers import DraftProposer, TreeProposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
@@ -154,20 +154,17 @@ def draft_chains(folder: Path, target: Target, count: int) -> tuple[list[list[in
     else:
         head = load_head(folder, target.dtype, target.vocabulary, target.config.num_hidden_layers)
         proposer = find_proposer(head.kind)(head, **shape)
-    made, stats, answers = Counter[int](), Stats(accepted_by_depth=[0] * count), {}
+    made, stats = Counter[int](), Stats(accepted_by_depth=[0] * count)
     most = NEW_TOKENS + count
-    chunks = stream(target, PROMPTS, proposer, max_new_tokens=most, text=False)
-    for chunk in show_progress(chunks, most * len(PROMPTS)):
+    given = stream(target, PROMPTS, proposer, max_new_tokens=most, text=False)
+    chunks = [*show_progress(given, most * len(PROMPTS))]
+    answers = list_answers(chunks)
+    for chunk in chunks:
         if 0 < made[chunk.request_id] < NEW_TOKENS:  # the prefill has no draft
             stats.add(chunk.stats)
         made[chunk.request_id] += len(chunk.tokens)
-        if chunk.answer is not None:
-            answers[chunk.request_id] = chunk.answer
-    ordered = [answers[place] for place in range(len(PROMPTS))]
-    if failed := [answer.error for answer in ordered if answer.error is not None]:
-        raise ValueError(failed[0])
-    tokens = [answer.tokens[:NEW_TOKENS] for answer in ordered]
-    return [answer.prompt for answer in ordered], Answers(tokens, stats.steps, list(stats.accepted_by_depth))
+    tokens = [answer.tokens[:NEW_TOKENS] for answer in answers]
+    return [answer.prompt for answer in answers], Answers(tokens, stats.steps, list(stats.accepted_by_depth))
 
 
 def check_engine(python: str) -> None:

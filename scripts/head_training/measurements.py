@@ -12,10 +12,11 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from decode import Target, generate
+from decode import Target, stream
 from decode.devices.backend import find_backend
 from decode.requests.answer import Stats
 from draftless_commands.shared.results import save_figure
+from draftless_commands.shared.terminal import list_answers
 from draftless_commands.shared.worth import DRAFT_WIDTH, NODES, count
 from heads.vocabulary import VocabularyHead
 from proposers import DraftProposer
@@ -77,11 +78,9 @@ def validate(target: Target, head: VocabularyHead | DraftModel, prompts: Sequenc
         proposer = DraftProposer(draft, depth=DEPTH, width=1 if draft.is_recurrent else DRAFT_WIDTH, nodes=NODES)
     else:
         proposer = find_proposer(head.kind)(head, nodes=NODES)
-    answers = generate(target, prompts, proposer, batch_size=BATCH, max_new_tokens=NEW_TOKENS, nodes=NODES)
-    stats = Stats()
+    limits = {"batch_size": BATCH, "max_new_tokens": NEW_TOKENS, "nodes": NODES}
+    answers, stats = list_answers(stream(target, prompts, proposer, text=False, **limits)), Stats()
     for answer in answers:
-        if answer.error is not None:
-            raise ValueError(answer.error)
         stats.add(answer.stats)
     reached = [stats.steps - len(answers), *stats.accepted_by_depth]  # the prefill step drafts nothing
     return Validation(stats.tau, [deep / above for above, deep in pairwise(reached) if above])

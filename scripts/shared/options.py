@@ -24,7 +24,7 @@ from draftless_commands.shared.command import at_least
 from heads import PRETRAINED
 from heads.checkpoint import read_target
 from heads.formats.written_checkpoint import OTHER_WEIGHTS
-from proposers import HEAD_PROPOSERS, AnswerStore, load_proposer
+from proposers import HEAD_PROPOSERS, AnswerStore, check_options, load_proposer
 from proposers.draft_models.loading import is_trained_draft, load_draft_model
 from proposers.eagle import DEPTH, WIDTH
 from proposers.load import FASTEST
@@ -56,9 +56,6 @@ than plain decoding"""
 KIND_HELP = "of a head of your own kind: its class, which is run (docs/training.md)"
 DETERMINISTIC_HELP = """choose tree sizes by a fixed cost curve and not by this run's clock: the same trees in every
 run, and so the same text in half precision too"""
-
-
-DRAFTING = tuple(each.name for each in fields(DraftingOptions))
 
 
 @dataclass(frozen=True)
@@ -246,12 +243,24 @@ def _loading() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
+def read_drafting(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the proposer, as `check_options` takes them."""
+    return {field.name: getattr(args, field.name) for field in fields(DraftingOptions)}
+
+
+def choose_model(args: argparse.Namespace) -> ModelOptions:
+    """The model of a command with a proposer. Raises ValueError for options that do not fit the proposer."""
+    model = ModelOptions.from_args(args)
+    check_options(args.proposer, read_drafting(args), pretrained=model.may_be_default)
+    return model.for_heads(list_heads(args.proposer, args.head))
+
+
 def make_proposer(args: argparse.Namespace, target: Target, store: AnswerStore | None) -> Proposer:
     """The proposer of the options, with the draft model or head that it needs.
 
     Raises ValueError if draft model or head cannot be loaded or do not fit the target.
     """
-    settings = {name: getattr(args, name) for name in DRAFTING} | {"store": store}
+    settings = read_drafting(args) | {"store": store}
     if args.draft_model is not None:
         chosen = ModelOptions.from_args(args, model=args.draft_model)
         settings["draft_model"] = load_draft(chosen, whole=args.draft_proposer is not None)

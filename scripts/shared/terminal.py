@@ -1,4 +1,4 @@
-"""Answers on a terminal: draft tokens in colour, and several growing answers in order."""
+"""Answers as they come: draft tokens in colour, several growing answers in order, progress, and all at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from decode import Chunk
+from decode import Answer, Chunk
 
 # Colours of xterm's 256 for draft tokens 1, 2, ... tokens ahead: green over blue to pink.
 RAMP = (114, 78, 79, 80, 81, 75, 69, 105, 141, 177, 176, 212)
@@ -49,6 +49,14 @@ def in_order(chunks: Iterable[Chunk], answers: int) -> Iterator[Chunk]:
             if kept and kept[-1].answer is not None:
                 yield from kept
         raise
+
+
+def list_answers(chunks: Iterable[Chunk]) -> list[Answer]:
+    """The answers of `chunks`, by request id. Raises ValueError for one that failed."""
+    answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
+    if failed := [answer.error for answer in answers.values() if answer.error is not None]:
+        raise ValueError(failed[0])
+    return [answers[number] for number in sorted(answers)]
 
 
 def show_progress(chunks: Iterable[Chunk], most: int) -> Iterator[Chunk]:

@@ -14,14 +14,13 @@ import pytest
 import torch
 import transformers
 
-from decode import Target, costs
+from decode import Target
 from docs.measure.peers import split
 from draftless_commands import bench
 from draftless_commands.benchmark import peers
 from draftless_commands.benchmark.measurement import Measured, count_lengths
 from draftless_commands.benchmark.rows import format_tables, make_rows
-from tests.support.commands import Call, Run, write_rows
-from tests.support.models import USUAL_COSTS
+from tests.support.commands import Call, write_rows
 
 PROGRAMS = """
 import torch
@@ -69,12 +68,9 @@ class Missing(Steady):
 
 
 @pytest.fixture
-def call(
-    save_model: Callable[..., Path], tmp_path: Path, run_main: Call, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Run]:
-    """Runs the command on three questions with a tiny model."""
-    monkeypatch.setattr(costs, "user_cache", lambda: tmp_path)
-    monkeypatch.setattr(costs, "measure_cost_curve", lambda *_: USUAL_COSTS)
+def call(save_model: Callable[..., Path], tmp_path: Path, run_main: Call) -> Call:
+    """Runs the command on three questions with a tiny model. Other programs are in `programs.py`."""
+    (tmp_path / "programs.py").write_text(PROGRAMS)
     rows = [{"prompt": prompt} for prompt in ("abcabcabc", "1+1=", "Where is it?")]
     options = ["--questions", write_rows(tmp_path / "few.jsonl", rows), "--model", save_model(), "--dtype", "float64"]
     options += ["--device", "cpu", "--accelerate", "off", "--max-new-tokens", "12", "--repeats", "1"]
@@ -82,9 +78,8 @@ def call(
 
 
 def test_other_programs_stand_in_the_table_and_what_they_refuse_below(
-    call: Callable[..., Run], tmp_path: Path, run_main: Call
+    call: Call, tmp_path: Path, run_main: Call
 ) -> None:
-    (tmp_path / "programs.py").write_text(PROGRAMS)
     programs = "Steady", "Stops", "Missing", "Endless", "Nameless"
     names = [f"{tmp_path / 'programs.py'}:{name}" for name in programs]
     file = tmp_path / "report.json"
@@ -100,15 +95,13 @@ def test_other_programs_stand_in_the_table_and_what_they_refuse_below(
     assert run_main(bench.main, "--from", file).out == out
 
 
-def test_programs_of_one_version_have_rows_of_their_own(call: Callable[..., Run], tmp_path: Path) -> None:
-    (tmp_path / "programs.py").write_text(PROGRAMS)
+def test_programs_of_one_version_have_rows_of_their_own(call: Call, tmp_path: Path) -> None:
     names = [f"{tmp_path / 'programs.py'}:{name}" for name in ("Steady", "Twin")]
     out = call("--methods", ",".join(names)).out
     assert out.count("| programs.py:Steady ") == out.count("| programs.py:Twin ") > 0 == out.count("steady 1.0")
 
 
-def test_a_program_answers_batches_and_has_no_options(call: Callable[..., Run], tmp_path: Path) -> None:
-    (tmp_path / "programs.py").write_text(PROGRAMS)
+def test_a_program_answers_batches_and_has_no_options(call: Call, tmp_path: Path) -> None:
     steady = f"{tmp_path / 'programs.py'}:Steady"
     run = call("--methods", steady, "--batch-size", "2", "--plot", tmp_path / "speed.svg")
     assert run.status == 0 and "| steady 1.0 " in run.out and (tmp_path / "speed.svg").is_file()
@@ -124,7 +117,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_transformers_compiles_each_size_of_a_static_cache_before_it_is_timed(
-    call: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "SMALLEST_CACHE", 16)
     ask = Mock(wraps=peers.ask_peer)
@@ -139,7 +132,7 @@ def test_transformers_compiles_each_size_of_a_static_cache_before_it_is_timed(
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_model_that_cannot_be_compiled_is_refused(call: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_compiled_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = transformers.LlamaForCausalLM
     monkeypatch.setattr(stock, "get_compiled_call", lambda self, _: self.__call__)
     call("--methods", "hf-compiled").refused("hf-compiled: transformers' generate does not compile this model; leave")

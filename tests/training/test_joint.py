@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from training.joint import HEAD_WEIGHT, RATE_SHARE, Adapters, JointObjective
 from training.losses import divergence
 from training.objectives import DECAY, HydraObjective, MedusaObjective
 from training.teacher import LABELS, Batch, Teacher, collate
-from training.trainer import MUON_SCALE, Schedule, Trainer, Validation
+from training.trainer import MUON_SCALE, Schedule, Trainer
 
 HEADS = 2
 TOKENS = torch.tensor([[5, 17, 40, 3, 88, 62, 9, 31]])
@@ -184,10 +183,8 @@ def write_out(objective: JointObjective, adapters: Adapters) -> tuple[Tensor, Te
 def test_adapters_have_a_quarter_of_the_learning_rate(tmp_path: Path) -> None:
     objective, adapters, _ = make_joint("medusa")
     data, schedule = Dataset(EXAMPLES, [], 0, 0, 0), Schedule(lr=1e-2)
-    validation = SimpleNamespace(validate=lambda: Validation(1.0, []), save=lambda: None)
-    load: Any = None
-    accelerator = Accelerator(cpu=True)
-    trainer = Trainer(objective, data, load, validation.validate, validation.save, schedule, tmp_path, accelerator, {})
+    unused: Any = None
+    trainer = Trainer(objective, data, unused, unused, unused, schedule, tmp_path, Accelerator(cpu=True), {})
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     rates = {id(weight): group["initial_lr"] for group in groups for weight in group["params"]}
     assert {rates.pop(id(weight)) for weight in adapters.weights} == {1e-2 * RATE_SHARE}
