@@ -404,6 +404,16 @@ def test_an_interrupt_leaves_whole_lines(folder: Path, long_run: list[str]) -> N
     assert 1 <= len(rows) < 100 and {len(row["tokens"]) for row in rows} == {200}
 
 
+@pytest.mark.slow
+def test_an_interrupt_keeps_the_answers_of_a_store(folder: Path, long_run: list[str], tmp_path: Path) -> None:
+    kept = tmp_path / "answers.store"
+    with start(folder, *long_run, "--json", "--proposer", "merged", "--store", str(kept)) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "") and kept.stat().st_size > 0
+
+
 def test_an_interrupt_during_the_imports_prints_nothing(folder: Path, long_run: list[str]) -> None:
     with start(folder, *long_run, "--json") as process:
         time.sleep(1)

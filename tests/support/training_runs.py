@@ -193,23 +193,23 @@ def train_until(moments: int, *arguments: Any) -> None:
     train(*arguments)
 
 
-def stop_at(step: int) -> Callable[..., Any]:
-    """A replacement of `Trainer._step` that sends its own process a SIGTERM in that step."""
+def stop_at(step: int, by: int = signal.SIGTERM) -> Callable[..., Any]:
+    """A replacement of `Trainer._step` that sends its own process a signal in that step."""
     make, count = Trainer._step, itertools.count(1)
 
     def call(*arguments: Any) -> Any:
         if next(count) == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), by)
         return make(*arguments)
 
     return call
 
 
-def stop_and_resume(step: int, place: Path, out: Path, *options: str) -> None:
-    """A training that gets a SIGTERM in this step, and then goes on to its end."""
+def stop_and_resume(step: int, place: Path, out: Path, *options: str, by: int = signal.SIGTERM) -> None:
+    """A training that gets a signal in this step, and then goes on to its end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop_at(step))
-        assert train(place, out, *options) == 128 + signal.SIGTERM
+        patch.setattr(Trainer, "_step", stop_at(step, by))
+        assert train(place, out, *options) == 128 + by
     assert torch.load(out / CHECKPOINT, weights_only=True)["progress"]["step"] == step
     assert train(place, out, *options, "--resume") == 0
 

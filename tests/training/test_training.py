@@ -91,9 +91,11 @@ def test_half_precision_and_a_small_draft_vocabulary(place: Path, tmp_path: Path
     assert trained.token_map is not None and len(trained.token_map) == trained.draft_size == 40
 
 
-@pytest.mark.parametrize("step", [6, 11])  # 6 is saved anyway; 11 ends an epoch
-def test_stopped_and_resumed(place: Path, uninterrupted: Path, tmp_path: Path, step: int) -> None:
-    stop_and_resume(step, place, tmp_path, *SHORT, "--cache", str(uninterrupted / "cache"))
+@pytest.mark.parametrize(
+    ("step", "by"), [(6, signal.SIGTERM), (11, signal.SIGINT)]
+)  # 6 is saved anyway; 11 ends an epoch
+def test_stopped_and_resumed(place: Path, uninterrupted: Path, tmp_path: Path, step: int, by: int) -> None:
+    stop_and_resume(step, place, tmp_path, *SHORT, "--cache", str(uninterrupted / "cache"), by=by)
     assert_same(tmp_path, uninterrupted / "out")
 
 
