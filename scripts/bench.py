@@ -148,7 +148,8 @@ def run_bench(args: Namespace, partial: Path | None, chat_template: str | None =
     partial: a file that keeps the finished questions, also those of an interrupted run. chat_template: for a tokenizer
     that has none.
     """
-    model, named = ModelOptions.from_args(args), parse_methods(args.methods or DEFAULT_METHODS)
+    methods = DEFAULT_METHODS if args.batch_size == 1 else DEFAULT_METHODS.replace("hf,", "")  # it takes no batches
+    model, named = ModelOptions.from_args(args), parse_methods(args.methods or methods)
     args.repeats = args.repeats or REPEATS
     for method in named:
         check_method(method, pretrained=model.may_be_default, batch_size=args.batch_size, repeats=args.repeats)

@@ -33,6 +33,7 @@ using namespace draftless;
 typedef int32_t Lanes __attribute__((vector_size(4 * WIDTH)));
 
 constexpr int64_t PART = 256, LINE = 64, BURST = 4;  // slots; bytes of a cache line; products between fetches
+constexpr int64_t TOGETHER = 24 * ROWS;  // queries that a panel of keys is transposed for
 constexpr int64_t KEPT = 1 << 18;  // numbers that a thread keeps room for: to free large pieces of memory takes long
 static_assert(PART % PANEL == 0);
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
@@ -53,7 +54,9 @@ struct Fetch {
 
   template <class Number>
   Fetch(const Number* from, int64_t count, int64_t steps)
-      : next((const char*)from), left(count * (int64_t)sizeof(Number) / LINE), each(left / std::max<int64_t>(steps, 1) + 1) {}
+      : next((const char*)from), left(count * (int64_t)sizeof(Number) / LINE) {
+    each = left / std::max<int64_t>(steps, 1) + 1;
+  }
 
   void step() {
     for (int64_t i = std::min(each, left); i > 0; --i, --left, next += LINE) __builtin_prefetch(next, 0, 2);
@@ -118,10 +121,10 @@ struct Attention {
 
   struct Scratch {  // of a thread, which keeps it
     void fit(const Attention& each) {
-      query.resize(std::max<size_t>(query.size(), each.rows() * each.key_size));
+      query.resize(std::max<size_t>(query.size(), TOGETHER * each.key_size));
       key.resize(std::max<size_t>(key.size(), PANEL * each.key_size));
       value.resize(std::max<size_t>(value.size(), PART * each.value_width()));
-      scores.resize(std::max<size_t>(scores.size(), PART * each.rows()));
+      scores.resize(PART * TOGETHER);
     }
     std::vector<float> query, key, value, scores;
     std::vector<Block> blocks;
@@ -182,13 +185,23 @@ struct Attention {
 
   // following: the part that this thread is likely to take next, if any.
   void run_part(const Part& part, const Part* following, Scratch& scratch, float* partial) const {
-    const int64_t row = part.row, used = live(row), asking = groups * used;  // nodes, and queries, group by group
-    int64_t first = part.count, last = 0;  // the slots that any query sees
+    const int64_t all = groups * live(part.row);  // queries, group by group
+    for (int64_t begin = 0; begin < all; begin += TOGETHER) {
+      const int64_t end = std::min(begin + TOGETHER, all);
+      run_queries(part, begin, end - begin, end < all ? nullptr : following, scratch, partial + begin * partial_width());
+    }
+  }
+
+  // Some of its queries: so many, of which `start` is the first one.
+  void run_queries(const Part& part, int64_t start, int64_t asking, const Part* following, Scratch& scratch,
+                   float* partial) const {
+    const int64_t row = part.row, used = live(row);  // nodes
+    int64_t first = part.count, last = 0;            // the slots that any of them sees
     scratch.blocks.clear();
     for (int64_t query = 0; query < asking; query += ROWS) {
       Block block{query, std::min<int64_t>(ROWS, asking - query), part.count, 0};
       for (int64_t each = query; each < query + block.size; ++each)
-        find_seen(part.mask + each % used * slots, part.count, block.begin, block.end);
+        find_seen(part.mask + (start + each) % used * slots, part.count, block.begin, block.end);
       if (block.end == 0) {
         for (int64_t each = query; each < query + block.size; ++each) write_nothing(partial + each * partial_width());
         continue;
@@ -202,7 +215,8 @@ struct Attention {
     float *query = scratch.query.data(), *key = scratch.key.data(), *scores = scratch.scores.data();
     const Number* first_query = queries + (flat ? firsts_of[row] * query_node : row * query_row);
     for (int64_t each = 0; each < asking; ++each) {
-      const Number* asked = first_query + (part.head * groups + each / used) * query_head + each % used * query_node;
+      const int64_t number = start + each, head = part.head * groups + number / used;
+      const Number* asked = first_query + head * query_head + number % used * query_node;
       for (int64_t d = 0; d < key_size; ++d) query[each * key_size + d] = T::widen(asked[d]) * scale;
     }
     const int64_t blocks = scratch.blocks.size(), panels = (last - first + PANEL - 1) / PANEL;
@@ -230,7 +244,9 @@ struct Attention {
     fetch = Fetch(following ? following->keys : nullptr, following ? following->count * key_size : 0, steps);
     for (const Block& block : scratch.blocks)
       with_rows(block.size, [&]<int R>() {
-        add_values<R>(block, used, part.mask, scores + block.first * PART, value, fetch,
+        const Number* masks_of[R];
+        for (int r = 0; r < R; ++r) masks_of[r] = part.mask + (start + block.first + r) % used * slots;
+        add_values<R>(masks_of, block.begin, block.end, scores + block.first * PART, value, fetch,
                       partial + block.first * partial_width());
       });
   }
@@ -248,15 +264,14 @@ struct Attention {
 
   // The softmax of a block's scores, and the sums of values with these weights.
   template <int R>
-  void add_values(const Block& block, int64_t used, const Number* mask, float* scores, const float* value,
+  void add_values(const Number* const* masks_of, int64_t begin, int64_t end, float* scores, const float* value,
                   Fetch& fetch, float* partial) const {
-    const int64_t begin = block.begin, end = block.end, width = round_up(end, PANEL);
+    const int64_t width = round_up(end, PANEL);
     const float* inputs[R];
     float largest[R], totals[R] = {};
     for (int r = 0; r < R; ++r) {
       float* row = scores + r * PART;
-      const Number* seen = mask + (block.first + r) % used * slots;
-      for (int64_t s = begin; s < end; ++s) row[s] += T::widen(seen[s]);
+      for (int64_t s = begin; s < end; ++s) row[s] += T::widen(masks_of[r][s]);
       std::fill(row + end, row + width, LOWEST);
       Vector most = Vector{} + LOWEST;
       for (int64_t s = begin; s < width; s += WIDTH) most = most < load(row + s) ? load(row + s) : most;
@@ -308,7 +323,7 @@ struct Attention {
       const int64_t threads = (all + end - begin - 1) / (end - begin);
       for (int64_t i = next++; i < all; i = next++) {
         const Part following = find_part(std::min(i + threads, all - 1));
-        const bool is_seen = i + threads < all && T::widen(*following.mask) >= HIDDEN;
+        const bool is_seen = i + threads < all && live(following.row) && T::widen(*following.mask) >= HIDDEN;
         float* partial = partials + (i % pairs * parts() + i / pairs) * step;
         run_part(find_part(i), is_seen ? &following : nullptr, scratch, partial);
       }
