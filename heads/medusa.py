@@ -101,7 +101,8 @@ class HydraHead(VocabularyHead):
 
     def read(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [B, G, N, D] of the prefix layer, from the target's features [B, N, H] at positions."""
-        layer: Any = self.prefix and self.prefix["layer"]
+        assert self.prefix is not None
+        layer: Any = self.prefix["layer"]
         return layer.self_attn.keys_and_values(layer.input_layernorm(features), positions)
 
     def forward(self, features: Tensor, embedded: Tensor, index: int) -> Tensor:

@@ -32,7 +32,6 @@ LEVEL_SECONDS = 1e-3  # ... and what its calls take in addition, whatever it rea
 FOLLOWED = 0.7  # of right paths, those whose next token is drafted rightly, too
 BACKOFF = (4, 8, 16, 32, 64)  # steps without a draft while drafting does not pay
 TRIAL_SHARE = 0.01  # of the time, for a drafter that does not pay; the half, the third ... after each such try
-READ_A_LEVEL = 128  # tokens whose keys a drafter reads in the time of a level
 # Of the most likely token where other sources know nothing, before a drafter is tried; tries that this counts for.
 ADDED, ADDED_WEIGHT = 0.5, 2.0
 
@@ -101,10 +100,10 @@ class DrafterWorth:
     def is_worth_it(self, unknown: float, level: float, node: float, unread: float, room: int) -> bool:
         """Whether to draft in this step, if a level and a node cost as much as so many tokens. Call it once a step.
 
-        unread: the tokens that the drafter has to read first. room: of the answer.
+        unread: what the drafter has to read first, in the time of levels. room: of the answer.
         """
         self._steps += 1
-        drafting, reading = level * self._levels / self._tries, level * unread / READ_A_LEVEL
+        drafting, reading = level * self._levels / self._tries, level * unread
         gain = self._gain + self._untried * max(ADDED - node, 0.0)
         pays = unknown * gain / self._unknown > drafting + reading / room
         return pays or self._steps * TRIAL_SHARE > (drafting + reading) * (1 + self._failures)

@@ -54,6 +54,11 @@ class EagleProposer(HeadProposer):
         """A pass of the head."""
         return self._pass or FastPass(self.head, self.dtype)
 
+    @property
+    def reads_keys_alone(self) -> bool:
+        """With one layer, whose code is ours, keys and values depend on no attention."""
+        return hasattr(self.head, "read") and getattr(self.head.config, "layers", 1) == 1
+
     def read_step(self, step: Step) -> Inputs:
         """What a draft starts from: the head's last states, or on a GPU the features that its graph is to read.
 
@@ -82,7 +87,7 @@ class EagleProposer(HeadProposer):
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
         given = self.embedding(target)(part.following), part.features.to(self.dtype)
         positions = cache.positions(part.features.shape[1], part.features.device)
-        if keys_alone and hasattr(self.head, "read") and getattr(self.head.config, "layers", 1) == 1:
+        if keys_alone and self.reads_keys_alone:
             states = part.features
             cache.write(*self.head.read(*given, positions))
         else:

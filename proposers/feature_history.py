@@ -21,7 +21,7 @@ from decode.devices.transfer import copy_packed, waits
 from heads import LayerCache
 
 READ_AT_ONCE = 512  # tokens per row and pass of a head while it reads a prompt
-FEW = 32  # features whose keys, values and states take no longer than a second pass for the last one's states
+FEW = 32  # up to so many features, one pass for all states is as fast as keys and values first
 WAITING = 256  # steps whose features are kept apart
 MOST_UNREAD = 1 << 27  # bytes of features that wait for a draft
 Counts: TypeAlias = list[int]  # of features, by row
@@ -150,9 +150,12 @@ class FeatureHistory:
         self._unread = [(unread.after(before.counts), [*range(len(before.counts))])]
         self.unread_counts = [1] * len(before.counts)
 
-    def read_all(self, read: ReadFeatures) -> Tensor:
-        """Let a head read the features that it has not read; returns each row's last state [B, H]."""
-        if max(self.unread_counts) > FEW:
+    def read_all(self, read: ReadFeatures, has_fast_keys: bool = False) -> Tensor:
+        """Let a head read the features that it has not read; returns each row's last state [B, H].
+
+        has_fast_keys: it reads keys and values alone in less time.
+        """
+        if has_fast_keys and max(self.unread_counts) > FEW:
             self.read_but_last(read)
         else:
             self.read_prompts(read)
@@ -200,7 +203,7 @@ def read_part(part: FeaturePart, cache: LayerCache, read: ReadFeatures, keys_alo
         sizes = [min(max(count - begin, 0), READ_AT_ONCE) for count in part.counts]
         some = FeaturePart(part.features[:, columns], part.following[:, columns], counts, sizes)
         states.append(read(cache, some, keys_alone))
-    return torch.cat(states, dim=1)
+    return part.features if keys_alone else torch.cat(states, dim=1)
 
 
 def attend_like_target(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

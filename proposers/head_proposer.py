@@ -25,6 +25,8 @@ from proposers.feature_history import FeatureHistory, FeaturePart, ReadFeatures,
 from proposers.search import RANKS, Draft, Drafter
 from proposers.tree_proposer import Find, Inputs, TreeProposer
 
+READ_A_LEVEL, KEYS_A_LEVEL = 32, 128  # tokens that a head reads in the time of a level: whole, or keys and values alone
+
 
 def _put_back(spare: list[tuple[FeatureHistory, DraftGraphs]], history: FeatureHistory, graphs: DraftGraphs) -> None:
     history.drop_unread()
@@ -98,9 +100,14 @@ class HeadProposer(TreeProposer):
         return found
 
     @property
+    def reads_keys_alone(self) -> bool:
+        """Whether it reads features whose states nobody needs in less time, see `read_features`."""
+        return False
+
+    @property
     def unread(self) -> float:
-        counts = self._history.unread_counts
-        return sum(counts) / len(counts) if counts else 0.0
+        counts, at_once = self._history.unread_counts, KEYS_A_LEVEL if self.reads_keys_alone else READ_A_LEVEL
+        return sum(counts) / len(counts) / at_once if counts else 0.0
 
     def renew(self) -> Self:
         """See `TreeProposer`. On a GPU, graphs and the cache that they write to go on to the next one."""
@@ -180,7 +187,7 @@ class HeadProposer(TreeProposer):
     def read_step(self, step: Step) -> Inputs:
         """See `TreeProposer`. Here each row's last feature, or the head's last state if it attends to features."""
         if self.head.reads_all_features:
-            return {"last": self._history.read_all(self.reader(step))}
+            return {"last": self._history.read_all(self.reader(step), self.reads_keys_alone)}
         assert step.features is not None and step.upload is not None
         return {"last": pick_last(step.features, step.upload["counts"]).to(self.dtype)}
 

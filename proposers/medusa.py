@@ -73,6 +73,10 @@ class HydraProposer(HeadProposer):
     options = ("nodes",)
     usual_width = 8
 
+    @property
+    def reads_keys_alone(self) -> bool:
+        return True
+
     def read_features(self, target: Target, cache: LayerCache, part: FeaturePart, keys_alone: bool = False) -> Tensor:
         if keys_alone:
             return super().read_features(target, cache, part, keys_alone)

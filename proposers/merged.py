@@ -10,7 +10,7 @@ import torch
 
 from decode import Step, Tree
 from decode.devices.transfer import copy_packed, read
-from proposers.draft_budget import READ_A_LEVEL, DraftBudget, DrafterWorth
+from proposers.draft_budget import DraftBudget, DrafterWorth
 from proposers.search import ScoredDrafter
 from proposers.sources import SOURCES, AnswerStore, Source, StoredSource
 from proposers.sources.growing_tree import GrowingNode, GrowingTree, Kinds, Trust
@@ -185,7 +185,7 @@ class MergedProposer:
             paths = [nodes[: drafter.width] for nodes in continued]  # the most likely ones
         passes = level if drafter.levelwise else min(level, 1)
         if passes:
-            budget.take_drafting_time(perf_counter() - begun, passes + unread / READ_A_LEVEL)
+            budget.take_drafting_time(perf_counter() - begun, passes + unread)
             self._drafter_worth.learn(unknown, budget.find_gain(expected) - gain, passes, costs)
         return expected, grown, passes
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from decode import Sampling, Step, Target, Tree
 from decode.devices.transfer import waits
 from proposers.calibration import Calibration
-from proposers.draft_budget import READ_A_LEVEL, DraftBudget
+from proposers.draft_budget import DraftBudget
 from proposers.search import Draft, Drafter, ScoredDrafter, find_noise, search
 
 Inputs: TypeAlias = dict[str, Tensor]  # what a draft depends on, by name
@@ -68,7 +68,7 @@ class TreeProposer(ABC):
 
     @property
     def unread(self) -> float:
-        """The tokens of a row, on average, that it has to read before the next draft."""
+        """What it has to read before the next draft, for a row on average, in the time of levels."""
         return 0.0
 
     def renew(self) -> Self:
@@ -97,7 +97,7 @@ class TreeProposer(ABC):
         if not self.adaptive:
             return draft.largest
         expected, right = draft.read_figures()
-        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels + unread / READ_A_LEVEL)
+        self.draft_budget.take_drafting_time(perf_counter() - begun, draft.levels + unread)
         self.draft_budget.take_levels(right)
         return draft.grown(self.draft_budget.choose_growth(expected, draft.levels))
 

@@ -125,7 +125,7 @@ def make_parser() -> Parser:
     source("--first-hour", type=Path, metavar="FOLDER", help="test and measure a GPU; go on if it was interrupted")
     source("--from", dest="report", type=Path, metavar="JSON", help="show an earlier report; run nothing")
     add, whole = parser.add_argument, at_least(1)
-    add("--methods", help=f"{METHODS_HELP} (default: {DEFAULT_METHODS}; with --from: all)")
+    add("--methods", help=f"{METHODS_HELP} (default: {DEFAULT_METHODS}; in batches without hf; --from: all)")
     add("--limit", type=whole, metavar="N", help="number of questions, the same from each of Spec-Bench's tasks")
     add("--repeats", type=whole, metavar="N", help=f"default: {REPEATS}; passes: {ROUNDS}")
     add("--max-new-tokens", type=whole, default=256, metavar="N", help="default: %(default)s")

@@ -7,6 +7,7 @@ import re
 import sys
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             target.warm_up(min(args.batch_size, len(conversations)))
         settings = {name: getattr(args, name) for name in SETTINGS}
         turns, failed = max(1 + len(conversation.later) for conversation in conversations), list[str]()
+
+        def keep() -> None:
+            if store is not None and args.store is not None:
+                proposer.keep_answers()
+                store.save(args.store, target)
+
         try:
             # One stream per turn, not per batch: request ids, and so the random draws, do not depend on its size.
             for turn in range(turns):
@@ -91,10 +98,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 chunks = stream(target, encoded, proposer, sampling=sampling, **settings)
                 titled = turns + len(conversations) > 2
                 failed += print_answers(chunks, {index: conversations[index] for index in asked}, args.json, titled)
-        finally:
-            if store is not None and args.store is not None:
-                proposer.keep_answers()
-                store.save(args.store, target)
+        except BaseException:
+            with suppress(Exception):  # the first error is told
+                keep()
+            raise
+        keep()
         if failed:
             raise ValueError("; ".join(failed))
         if any(conversation.is_open for conversation in conversations):

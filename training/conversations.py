@@ -84,7 +84,8 @@ def decode_text(raw: bytes, name: str) -> str:
 
 
 def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Conversation:
-    """The conversation of a row: up to its last answer to train on, or else up to its last question, to be asked.
+    """The conversation of a row: up to its last answer to train on, or else without answers at its end, to be
+    asked.
 
     Raises ValueError, naming the place, if the row is no such conversation or has text that nothing here can honour.
     """
@@ -105,8 +106,9 @@ def read_conversation(row: Mapping[str, Any], place: str, answered: bool) -> Con
         if not any(message["role"] in ("user", "tool") for message in messages):
             raise ValueError(f"{place}: there is no question to answer: messages need one by user")
     read = [_read_content(message, place) for message in messages]
-    if not answered and read[-1]["role"] == "user":  # a tool may have nothing to say
-        check_prompt(read[-1]["content"], place)
+    asked = next((each for each in reversed(read) if each["role"] != "system"), read[-1])
+    if not answered and asked["role"] == "user":  # a tool may have nothing to say
+        check_prompt(asked["content"], place)
     return Conversation(read, later, _read_options(row, place), row, place)
 
 

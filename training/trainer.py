@@ -165,12 +165,14 @@ class Trainer:
             self._train()
         finally:
             for each, handler in zip(signals, previous, strict=True):
-                signal.signal(each, handler)
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)  # None: set by C code
         return self.progress.step - first
 
     def _stop(self, number: int, frame: object) -> None:
         """Stop after this step, with a checkpoint. A second Ctrl-C ends it at once."""
         self._signal = number
+        if number == signal.SIGINT and self.accelerator.is_main_process:
+            print("\ndraftless: stopping after this step; Ctrl-C again ends at once", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _train(self) -> None:

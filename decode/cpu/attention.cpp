@@ -1,11 +1,11 @@
 // Attention of a tree's nodes to the KV cache, in float32 and bfloat16. Queries of a group share their keys and values.
 //
 // The slots are cut into parts of PART slots, so that all threads have work even with one row and few heads. A panel of
-// a part's keys is transposed in the L1 cache, then all queries of the group go over it in blocks of rows, as in the
-// linear op. Every part has its own softmax; the parts are weighted and added at the end (Dao et al., "Flash-Decoding",
-// 2023). A query's result depends neither on the other queries nor on slots that it does not see. What no query of a
-// block sees is left out: texts are shorter than the longest one, and tokens of a prompt see none after them. No bit
-// changes by that.
+// a part's keys is transposed in the L1 cache, then the group's queries, TOGETHER at most, go over it in blocks of rows,
+// as in the linear op. Every part has its own softmax; the parts are weighted and added at the end (Dao et al.,
+// "Flash-Decoding", 2023). A query's result depends neither on the other queries nor on slots that it does not see. What
+// no query of a block sees is left out: texts are shorter than the longest one, and tokens of a prompt see none after
+// them. No bit changes by that.
 //
 // In a flat pass the nodes of all rows lie one after the other in a single row, [1, T]; `set_counts` tells how many each
 // row of the KV cache has.
@@ -192,14 +192,14 @@ struct Attention {
     }
   }
 
-  // Some of its queries: so many, of which `start` is the first one.
-  void run_queries(const Part& part, int64_t start, int64_t asking, const Part* following, Scratch& scratch,
+  // `number` of its queries, from `start` on.
+  void run_queries(const Part& part, int64_t start, int64_t number, const Part* following, Scratch& scratch,
                    float* partial) const {
     const int64_t row = part.row, used = live(row);  // nodes
     int64_t first = part.count, last = 0;            // the slots that any of them sees
     scratch.blocks.clear();
-    for (int64_t query = 0; query < asking; query += ROWS) {
-      Block block{query, std::min<int64_t>(ROWS, asking - query), part.count, 0};
+    for (int64_t query = 0; query < number; query += ROWS) {
+      Block block{query, std::min<int64_t>(ROWS, number - query), part.count, 0};
       for (int64_t each = query; each < query + block.size; ++each)
         find_seen(part.mask + (start + each) % used * slots, part.count, block.begin, block.end);
       if (block.end == 0) {
@@ -214,9 +214,9 @@ struct Attention {
 
     float *query = scratch.query.data(), *key = scratch.key.data(), *scores = scratch.scores.data();
     const Number* first_query = queries + (flat ? firsts_of[row] * query_node : row * query_row);
-    for (int64_t each = 0; each < asking; ++each) {
-      const int64_t number = start + each, head = part.head * groups + number / used;
-      const Number* asked = first_query + head * query_head + number % used * query_node;
+    for (int64_t each = 0; each < number; ++each) {
+      const int64_t head = part.head * groups + (start + each) / used, node = (start + each) % used;
+      const Number* asked = first_query + head * query_head + node * query_node;
       for (int64_t d = 0; d < key_size; ++d) query[each * key_size + d] = T::widen(asked[d]) * scale;
     }
     const int64_t blocks = scratch.blocks.size(), panels = (last - first + PANEL - 1) / PANEL;
@@ -251,7 +251,7 @@ struct Attention {
       });
   }
 
-  // Rows of numbers times a panel of as many rows as they have numbers, `stride` apart: those from `begin` to `end`.
+  // R rows of inputs times a panel, whose row k is for input k: the inputs from `begin` to `end`. stride: of its rows.
   template <int R>
   static void multiply(const float* const* inputs, const float* panel, int64_t stride, int64_t begin, int64_t end,
                        Fetch& fetch, float* into, int64_t into_stride) {
@@ -323,9 +323,9 @@ struct Attention {
       const int64_t threads = (all + end - begin - 1) / (end - begin);
       for (int64_t i = next++; i < all; i = next++) {
         const Part following = find_part(std::min(i + threads, all - 1));
-        const bool is_seen = i + threads < all && live(following.row) && T::widen(*following.mask) >= HIDDEN;
+        const bool is_likely = i + threads < all && live(following.row) && T::widen(*following.mask) >= HIDDEN;
         float* partial = partials + (i % pairs * parts() + i / pairs) * step;
-        run_part(find_part(i), is_seen ? &following : nullptr, scratch, partial);
+        run_part(find_part(i), is_likely ? &following : nullptr, scratch, partial);
       }
     });
     torch::stable::parallel_for(0, pairs * rows(), 64, [&](int64_t begin, int64_t end) {
@@ -382,6 +382,7 @@ void run(const Tensor& query, const Tensor& key, const Tensor& value, const Tens
 Tensor attention(Tensor query, Tensor key, Tensor value, Tensor mask, double scale) {
   if (query.stride(3) != 1) query = torch::stable::contiguous(query);
   mask = make_contiguous(mask);
+  STD_TORCH_CHECK(mask.size(3) == key.size(2), "the mask must be for all ", key.size(2), " slots");
   const auto slots_are_contiguous = [](const Tensor& tensor) {
     return tensor.stride(3) == 1 && tensor.stride(2) == tensor.size(3);
   };

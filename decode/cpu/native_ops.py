@@ -92,7 +92,8 @@ def unpack(packed: Tensor, rows: Tensor) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
     """See `decode.devices.attention`. The op has no gradients, which an adapter on one of them may need."""
     has_gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if query.dtype in DTYPES and mask.shape[1] == 1 and not has_gradient and load_native_ops() is None:
+    is_whole = mask.shape[1] == 1 and mask.shape[3] == key.shape[2]
+    if query.dtype in DTYPES and is_whole and not has_gradient and load_native_ops() is None:
         output: Tensor = torch.ops.draftless.tree_attention(query, key, value, mask, scale)
         return output
     return attend_generally(query, key, value, mask, scale)

@@ -190,7 +190,7 @@ class Tree:
         return tree
 
     def check(self, budget: int, vocabulary: int, roots: Sequence[int] | None = None) -> None:
-        """Raise ValueError if these are not valid trees, whose shapes are. On a GPU this would synchronize.
+        """Raise ValueError if these are not valid trees; `check_shapes` comes first. On a GPU this would synchronize.
 
         Messages begin with what is there, and say what is right. roots: the token that each row's tree must begin with.
         """

@@ -35,8 +35,8 @@ def read_faults(faults: Any) -> Refusal:
     fault = faults[0]
     place = ".".join(map(str, fault["loc"]))
     if (name := place.partition(".")[0]) in VARIED:
-        messages = dict.fromkeys(each["msg"] for each in faults if each["loc"][0] == name)
-        return Refusal(400, f"{name}: {'; or '.join(messages)}", name)
+        found = [(*map(str, each["loc"][2:]), each["msg"]) for each in faults if each["loc"][0] == name]
+        return Refusal(400, f"{name}: {'; or '.join(dict.fromkeys(map(': '.join, found)))}", name)
     if fault["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON ({fault.get('ctx', {}).get('error', fault['msg'])})")
     message = (

@@ -52,7 +52,7 @@ def in_order(chunks: Iterable[Chunk], answers: int) -> Iterator[Chunk]:
 
 
 def list_answers(chunks: Iterable[Chunk]) -> list[Answer]:
-    """The answers of `chunks`, by request id. Raises ValueError for one that failed."""
+    """The answers of `chunks`, in the order of request ids. Raises ValueError for one that failed."""
     answers = {chunk.request_id: chunk.answer for chunk in chunks if chunk.answer is not None}
     if failed := [answer.error for answer in answers.values() if answer.error is not None]:
         raise ValueError(failed[0])

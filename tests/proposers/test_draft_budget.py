@@ -13,6 +13,7 @@ from decode.devices.cost_curve import CostCurve
 from proposers import MedusaProposer, MergedProposer, NGramProposer
 from proposers.calibration import Calibration
 from proposers.draft_budget import LEVEL_SECONDS, LEVEL_TIME, DraftBudget, DrafterWorth, chain_time
+from proposers.head_proposer import KEYS_A_LEVEL
 from tests.support.drafting import Recorder, fix_cost, make_head, texts
 from tests.support.models import tiny
 
@@ -234,4 +235,4 @@ def test_a_long_prompt_is_read_for_a_long_answer_alone(tokens: int, room: int, i
     budget = DraftBudget()
     budget.begin(CostCurve((1, 2, 8), (0.032, 0.038, 0.06)))
     level, node = budget.rate * budget.level_time, budget.node_cost
-    assert DrafterWorth().is_worth_it(1.0, level, node, tokens, room) == is_tried
+    assert DrafterWorth().is_worth_it(1.0, level, node, tokens / KEYS_A_LEVEL, room) == is_tried

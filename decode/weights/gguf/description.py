@@ -25,9 +25,9 @@ LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # of 27B, by their layers
 BASE_IGNORED = {"starcoder2", "stablelm"}  # architectures whose base of rotary positions transformers does not read
 PARTIAL_ROTARY = {"stablelm", "nemotron", "phi3"}  # architectures that may rotate a part of a head's elements
 IGNORED = {  # other keys of a header that transformers does not read, and what a config calls them
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.clamp_kqv": "clip_qkv",
+    "gemma2.attn_logit_softcapping": "attn_logit_softcapping",
+    "gemma2.final_logit_softcapping": "final_logit_softcapping",
+    "olmoe.attention.clamp_kqv": "clip_qkv",  # 0: none
 }
 FORM = 5  # of what is written; a folder in the cache with another is made again
 
@@ -105,9 +105,8 @@ def _make_config(file: GgufFile) -> PreTrainedConfig:
 
 
 def _complete(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Take over what transformers ignores in a header, and Gemma's scale of queries.
-
-    llama.cpp knows that by the number of layers.
+    """Take over what transformers ignores in a header, and Gemma's scale of queries, which no header has: llama.cpp
+    knows it by the number of layers.
 
     Raises ValueError for rotary embeddings of another kind, and for factors that no config has.
     """
@@ -116,22 +115,22 @@ def _complete(file: GgufFile, config: PreTrainedConfig) -> None:
     if (architecture, layers) in LARGEST_GEMMAS:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     for key, name in IGNORED.items():
-        if (value := values.get(f"{architecture}.{key}")) is not None and hasattr(config, name):
+        if value := values.get(key):
             setattr(config, name, value)
     for key in ("rope.scaling.attn_factor", "expert_weights_scale"):
         if values.get(f"{architecture}.{key}", 1) not in (0, 1):  # 0: none
-            raise ValueError(f"{file.path.name} has {key} {values[f'{architecture}.{key}']}, which is not read")
+            has = f"{file.path.name} has {key} {values[f'{architecture}.{key}']}"
+            raise ValueError(f"{has}, which is not read; put the model's config.json next to it")
     _scale_positions(file, config)
 
 
 def _scale_positions(file: GgufFile, config: PreTrainedConfig) -> None:
-    """Take over the base, the share and the scaling of rotary embeddings."""
+    """Take over the base, the share and the scaling of rotary embeddings. Raises ValueError for another scaling."""
     architecture, values = file.architecture, file.fields
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma scales layers without a window
     if architecture in PARTIAL_ROTARY and (rotated := values.get(f"{architecture}.rope.dimension_count")):
-        size = values.get(f"{architecture}.attention.key_length") or config.hidden_size // config.num_attention_heads
-        rope["partial_rotary_factor"] = rotated / size
+        rope["partial_rotary_factor"] = rotated / (config.hidden_size // config.num_attention_heads)
     if architecture in BASE_IGNORED and (base := values.get(f"{architecture}.rope.freq_base")):
         rope["rope_theta"] = base
     factor = values.get(f"{architecture}.rope.scaling.factor") or values.get(f"{architecture}.rope.scale_linear") or 1.0

@@ -42,6 +42,7 @@ IN_BLOCKS = {"llama", "qwen2", "qwen3", "phi3", "starcoder2", "stablelm", "olmoe
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 ROTATED = {"llama"}  # rows of a head's queries and keys are stored in pairs
 FREQUENCIES = "rope_freqs.weight"
+LONG_FACTORS = {"rope_factors_long.weight", "rope_factors_short.weight"}
 LLAMA3 = {  # of Llama 3.1 to 3.3; the factors in files are computed from these
     **{"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 8192,
@@ -239,8 +240,10 @@ def _find_names(file: GgufFile, model: PreTrainedModel) -> dict[str, tuple[str, 
         names[name] = tuple(known.get_name(part, try_suffixes=(".weight", ".bias")) or part for part in parts)
     if model.config.tie_word_embeddings:
         names["lm_head.weight"] = names["model.embed_tokens.weight"]
-    used = {*chain.from_iterable(names.values())}
-    missing, others = used - {*file.tensors}, {*file.tensors} - {*used, FREQUENCIES}
+    used, positions = {*chain.from_iterable(names.values())}, {FREQUENCIES}
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":  # the config has them
+        positions |= LONG_FACTORS
+    missing, others = used - {*file.tensors}, {*file.tensors} - used - positions
     for found, fault in ((missing, "lacks weights of the model"), (others, "has weights that the model does not use")):
         if found:
             raise ValueError(f"{file.path.name} {fault}: {', '.join(sorted(found)[:3])}")

@@ -398,7 +398,7 @@ def test_weights_of_other_names_are_refused_on_any_path(new: bytes, file: Path) 
     """transformers would fill what is missing with random numbers, and leave out what is too many."""
     file.write_bytes(rewrite(b"blk.1.ffn_up", new)(file.read_bytes()))
     for settings in ({}, {"device_map": "cpu"}):
-        with pytest.raises(ValueError, match=r"blk\.1|mlp\.up_proj|weights"):
+        with pytest.raises(ValueError, match=r"lacks weights|are missing|does not use"):
             load_model(file, **settings)
 
 
