@@ -393,10 +393,9 @@ def test_damaged_files_are_refused_in_one_line(name: str, file: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("new", [b"blk.1.ffn_xy", b"blk.1.attn_q"])
-def test_weights_of_other_names_are_refused_on_any_path(new: bytes, file: Path) -> None:
+def test_weights_of_other_names_are_refused_on_any_path(file: Path) -> None:
     """transformers would fill what is missing with random numbers, and leave out what is too many."""
-    file.write_bytes(rewrite(b"blk.1.ffn_up", new)(file.read_bytes()))
+    file.write_bytes(rewrite(b"blk.1.ffn_up", b"blk.1.ffn_xy")(file.read_bytes()))
     for settings in ({}, {"device_map": "cpu"}):
         with pytest.raises(ValueError, match=r"lacks weights|are missing|does not use"):
             load_model(file, **settings)

@@ -142,7 +142,7 @@ def test_as_its_own_draft_all_is_accepted(target: Target, rows: int) -> None:
 
 def test_it_drafts_no_trees(target: Target) -> None:
     with pytest.raises(ValueError, match="keeps a recurrent state, so it drafts chains; give width 1"):
-        DraftProposer(target, width=2)
+        DraftProposer(target, width=2).begin(target)
 
 
 def test_a_tree_becomes_its_first_path() -> None:
