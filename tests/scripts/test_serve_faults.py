@@ -75,7 +75,7 @@ def test_what_clients_send_besides(client: TestClient, fields: dict[str, Any]) -
     [
         ({"stop": ["a"] * 17}, "stop: Input should be a valid string; or List should have at most 16 items"),
         ({"stop": [1]}, "stop: Input should be a valid string"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice: .*; or Field required"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: .*; or function: Field required"),
         ({"reasoning_effort": "low"}, "'reasoning_effort', which this model's chat template does not take"),
     ],
 )
